@@ -19,7 +19,7 @@ import pytest
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats import write_back
 from trimtab.formats.load import load
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan

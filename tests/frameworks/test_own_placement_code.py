@@ -12,9 +12,9 @@ import pytest
 from dialect_plans import DATA, composed, plan_of, profile_of
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.hydra_config import compose
-from trimtab.formats.frameworks.openrlhf import config as openrlhf
-from trimtab.formats.frameworks.rlinf import config as rlinf
-from trimtab.formats.frameworks.verl import config as verl
+from trimtab.formats.frameworks.openrlhf import OpenRlhf
+from trimtab.formats.frameworks.rlinf import Rlinf
+from trimtab.formats.frameworks.verl import Verl
 from trimtab.plan.placement.planner import plan_placement
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def ask(environment: str, script: str, cases: list[Any]) -> list[dict[str, Any]]
 def in_rlinf(folder: Path, text: str, groups: dict[str, range], nodes: int, embodied: bool = False) -> dict[str, Any]:
     """The case for RLinf of a plan written into the user's file and read back."""
     job = composed(folder, text)
-    settings = rlinf.read(job, None).settings(plan_of(groups, total=8 * nodes))
+    settings = Rlinf.read(job, None).settings(plan_of(groups, total=8 * nodes))
     write_back.apply(job.path, settings, job.literal, job.states)
     config = compose(job.path).config
     return {"config": config, "nodes": nodes, "gpus_per_node": 8, "embodied": embodied}
@@ -192,7 +192,7 @@ def test_openrlhfs_launcher_takes_the_flags_and_places_its_models_as_planned(
 ) -> None:
     flags = {**PPO, **more}
     job = composed(tmp_path, json.dumps(write_back.nested(flags)))
-    loaded = openrlhf.read(job, profile_of({"rollout": {4: 60.0}, "inference": {4: 10.0}, "actor": {4: 40.0}}))
+    loaded = OpenRlhf.read(job, profile_of({"rollout": {4: 60.0}, "inference": {4: 10.0}, "actor": {4: 40.0}}))
     settings = loaded.settings(plan_of(groups, total=14))
     stated = {name: value for name, value in {**flags, **settings.values}.items() if not name.startswith("trimtab.")}
     (answer,) = ask(".venv-openrlhf", "openrlhf_models.py", [flags_of(stated)])
@@ -233,7 +233,7 @@ def test_verl_makes_the_planned_pools_from_the_overrides() -> None:
     lines = []
     for overrides, extra, groups, _, _ in cases:
         profile = profile_of({**SECONDS, **{name: {8: seconds} for name, seconds in extra.items()}})
-        loaded = verl.read(compose(DATA / "verl_sync.yaml", overrides), profile)
+        loaded = Verl.read(compose(DATA / "verl_sync.yaml", overrides), profile)
         lines.append([*VERL, *overrides, *write_back.overrides(loaded.settings(plan_of(groups, total=24)))])
     for case, answer in zip(cases, ask(".venv-verl", "verl_pools.py", lines), strict=True):
         assert "error" not in answer, answer
@@ -251,10 +251,10 @@ def test_verl_starts_with_what_the_hint_to_plan_the_rollout_apart_says() -> None
             "data.train_batch_size=768",
             "actor_rollout_ref.actor.ppo_mini_batch_size=256",
         ]
-        loaded = verl.read(compose(DATA / "verl_sync.yaml", given), profile_of(SECONDS))
+        loaded = Verl.read(compose(DATA / "verl_sync.yaml", given), profile_of(SECONDS))
         (said,) = [said for said in loaded.assumptions if "to plan it apart: " in said]
         words = said.partition("to plan it apart: ")[2].split()
-        apart = verl.read(compose(DATA / "verl_sync.yaml", [*given, *words]), profile_of(SECONDS))
+        apart = Verl.read(compose(DATA / "verl_sync.yaml", [*given, *words]), profile_of(SECONDS))
         plan = plan_placement(apart.job, apart.rules, current=apart.current).best
         hint = [word for word in words if not word.startswith("++trimtab.")]
         cases += [[*VERL[:2], *given, *hint], [*VERL[:2], *given, *hint, *write_back.overrides(apart.settings(plan))]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, compose
 from trimtab.model.plan import ComponentGroup, PlacedComponent, Plan
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from trimtab import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
-from trimtab.compat.simple_scheduler.input import MB, PreemptionSettings
+from trimtab.compat.simple_scheduler.conversion import MB, PreemptionSettings
 from trimtab.core.errors import InputError
 from trimtab.runtime.rayapi.connect import import_ray
 from waiting import until

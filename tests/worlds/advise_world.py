@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.formats import profile_file
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -24,8 +24,7 @@ from trimtab.render.output import Format, answer, err, share
 
 if TYPE_CHECKING:
     from trimtab.formats.loaded import LoadedJob
-    from trimtab.model.profile import Profile
-    from trimtab.model.workflow import Cluster, Node
+    from trimtab.model.workflow import Cluster, Node, Profile
 
 export = typer.Typer(help="Export the job's cluster for KubeRay or Slurm.", no_args_is_help=True)
 

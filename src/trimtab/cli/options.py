@@ -14,7 +14,7 @@ from trimtab.formats.files import write_text
 from trimtab.render.output import Format, err
 
 if TYPE_CHECKING:
-    from trimtab.model.profile import Profile
+    from trimtab.model.workflow import Profile
 
 FormatOption = Annotated[Format, Option("--format", "-f", help="Output format.")]
 JsonOption = Annotated[bool, Option("--json", help="Same as --format json.")]

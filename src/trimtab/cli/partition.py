@@ -24,7 +24,7 @@ from typer import Option
 
 from trimtab.cli.options import FormatOption, called, save_report
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
-from trimtab.formats.pipeline.split import SplitTarget
+from trimtab.formats.pipeline.pipeedge import SplitTarget
 from trimtab.render.output import Format, answer, err, out, picked, share, warn
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def partition(
 
         save_report(report, partition_report(found, command=called(), search_seconds=searched))
     if emit is not None:
-        from trimtab.formats.pipeline.split import split_lines
+        from trimtab.formats.pipeline.pipeedge import split_lines
 
         if cut_every == 1:
             warn("the split counts profiled layers; if a decoder block has several, pass --cut-every")

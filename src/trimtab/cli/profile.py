@@ -19,7 +19,7 @@ from trimtab.render.output import Format, answer, err, out, print_lines, text_ta
 
 if TYPE_CHECKING:
     from trimtab.formats.pipeline.layer_files import MergedFiles
-    from trimtab.model.profile import ComponentProfile, Profile
+    from trimtab.model.workflow import ComponentProfile, Profile
     from trimtab.profile.architecture import Architecture
     from trimtab.profile.memory import MemoryNeed
 

@@ -34,7 +34,7 @@ def schema(
         trimtab schema --output job.schema.json
         trimtab schema scenario
     """
-    from trimtab.formats.json_schema import file_schema
+    from trimtab.formats.sections import file_schema
 
     if kind is SchemaKind.job:
         from trimtab.formats.job import JobFile

@@ -1,33 +1,43 @@
-"""Reads trimtab's job file: the cluster and the costs of a workflow.
+"""Reads trimtab's job file: the cluster, the costs of a workflow, and the rules of its run.
 
-Every key is checked: unknown keys are refused with the nearest known one, numbers must be finite and in range. Nothing
-is guessed: what is not stated is not checked, and the answer says so.
+    run:
+      iterations: 60
+      loop: {mode: auto, dwell_iterations: 5}    # any field of `model.run.ReplanRules`
+
+Every key is checked, also those of a run when a job is only planned: unknown keys are refused with the nearest known
+one, numbers must be finite and in range. Nothing is guessed: what is not stated is not checked, and the answer says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from trimtab.core.errors import InputError, nearest
+from trimtab.core.numbers import MAX_COUNT
 from trimtab.core.ranks import rank_range, ranks_text
 from trimtab.formats import sections
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.rollout.elastic_config import SETTINGS
 from trimtab.formats.rollout.schema import RolloutSection
-from trimtab.formats.run_section import RunSection, check_loop
 from trimtab.formats.sections import (
     MAX_GPUS,
     Completion,
+    FieldsOf,
     Gigabytes,
     Gpus,
+    Limit,
     Name,
+    Names,
     Points,
+    Priority,
     Seconds,
     Section,
+    Seed,
     Share,
     Switch,
     Text,
@@ -35,7 +45,7 @@ from trimtab.formats.sections import (
 )
 from trimtab.formats.yaml_text import Source, dump
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.profile import Profile
+from trimtab.model.run import ReplanRules
 from trimtab.model.workflow import (
     ANY_KIND,
     NOTHING,
@@ -45,12 +55,44 @@ from trimtab.model.workflow import (
     Memory,
     Node,
     PlacementJob,
+    Profile,
     Variant,
     WeightSync,
     Workflow,
     check_workflow,
     unknown_component,
 )
+
+Iterations = Annotated[int, Within(1, MAX_COUNT)]
+Loop = Annotated[dict[str, Any], FieldsOf(ReplanRules, types={"elastic": Names})]
+LOOP_KEYS = tuple(field.name for field in fields(ReplanRules))
+
+
+class RunSection(Section):
+    """The section, with its defaults."""
+
+    iterations: Iterations = 1
+    seed: Seed = 0
+    save_every: Iterations = 10  # iterations between two checkpoints
+    step_limit_s: Limit = 600.0  # a component call that takes longer counts as hung
+    place_limit_s: Limit = 120.0  # on Ray, for a component to get its slots and its process, or its turn on shared GPUs
+    close_limit_s: Limit = 30.0  # for a component to end
+    profile_iterations: Annotated[int, Within(2, MAX_COUNT)] = 4  # measured before planning, where costs are not stated
+    priority: Priority = 8.0  # of the job's tasks in the cluster
+    modules_from: Text | None = None  # where the components' modules are; default: beside the file and above it
+    loop: Loop = Field(default_factory=dict)  # when the run is moved to another plan
+
+    @property
+    def rules(self) -> ReplanRules:
+        return ReplanRules(**self.loop)
+
+
+def check_loop(loop: dict[str, Any], components: Collection[str], source: Source, *keys: str | int) -> None:
+    """Refuse components that scale within the plan and are not in the workflow."""
+    for name in loop.get("elastic", ()):
+        if name not in components:
+            raise unknown_component(name, components, source.place(*keys, "elastic"))
+
 
 NAME = "trimtab"
 MAX_STALENESS = 64  # iterations that rollouts may be ahead
@@ -224,7 +266,6 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None, 
 
 
 def parsed(config: Mapping[str, Any], source: Source) -> JobFile:
-    """The sections of a job file."""
     try:
         file = sections.read(JobFile, {key: value for key, value in config.items() if value is not None}, source)
     except InputError as error:
@@ -235,7 +276,6 @@ def parsed(config: Mapping[str, Any], source: Source) -> JobFile:
 
 
 def loaded(file: JobFile, path: Path, profile: Profile | None = None) -> LoadedJob:
-    """The job of a file."""
     name = str(path)
     cluster = _cluster(file.cluster)
     components = tuple(

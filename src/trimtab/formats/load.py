@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import job, yaml_text
 from trimtab.formats.loaded import LoadedJob
-from trimtab.model.profile import Profile
+from trimtab.model.workflow import Profile
 
 _SFT = "supervised fine-tuning"
 _PREFERENCE = "training on preferences (DPO or a reward model)"
@@ -42,10 +42,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         return job.read(overridden(data, overrides), path, profile, "" if overrides else text)
     # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
     from trimtab.formats.frameworks.hydra_config import compose
-    from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
-    from trimtab.formats.frameworks.openrlhf import config as openrlhf
-    from trimtab.formats.frameworks.rlinf import config as rlinf
-    from trimtab.formats.frameworks.verl import config as verl
+    from trimtab.formats.frameworks.registry import framework_of
 
     try:
         composed = compose(path, overrides)
@@ -54,18 +51,17 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
             refuse_non_rl(data, str(path))
         raise
     refuse_non_rl(composed.config, str(path))
-    known = ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read))
-    for matches, read in (*known, (openrlhf.matches, openrlhf.read)):
-        if matches(composed.reader):
-            try:
-                loaded = read(composed, profile)
-            except InputError as error:
-                error.where = error.where or str(path)
-                raise
-            staleness = loaded.job.workflow.staleness
-            if staleness > job.MAX_STALENESS:
-                raise InputError(f"staleness is {staleness}: at most {job.MAX_STALENESS} is planned", where=str(path))
-            return loaded
+    framework = framework_of(composed.reader)
+    if framework is not None:
+        try:
+            loaded = framework.read(composed, profile)
+        except InputError as error:
+            error.where = error.where or str(path)
+            raise
+        staleness = loaded.job.workflow.staleness
+        if staleness > job.MAX_STALENESS:
+            raise InputError(f"staleness is {staleness}: at most {job.MAX_STALENESS} is planned", where=str(path))
+        return loaded
     if job.matches(composed.config):
         return job.read(composed.config, path, profile)
     raise InputError(

@@ -17,7 +17,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats import files, sections, yaml_text
 from trimtab.formats.sections import Completion, FieldsOf, Gpus, Made, Measured, Section, Text, Within
 from trimtab.formats.yaml_text import Source
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 
 Points = Annotated[dict[Gpus, Annotated[float, Within(1e-12, 1e9)]], Measured]
 COMPONENT = FieldsOf(
@@ -120,22 +120,17 @@ def merge(profiles: Iterable[Profile]) -> Profile:
 
 
 def _component_data(component: ComponentProfile) -> dict[str, Any]:
-    data: dict[str, Any] = {"seconds": {gpus: _short(seconds) for gpus, seconds in component.seconds}}
-    if component.kind:
-        data["kind"] = component.kind
-    for key in ("spread", "drift"):
-        value = getattr(component, key)
-        if value is not None:
-            data[key] = round(value, 4)
-    if component.steps:
-        data["steps"] = component.steps
-    if component.completion:
-        data["completion"] = [[_short(done), _short(time)] for done, time in component.completion]
-    if component.seconds_per_1k_tokens is not None:
-        data["seconds_per_1k_tokens"] = _short(component.seconds_per_1k_tokens)
-    if component.waits:
-        data["waits"] = True
-    return data
+    data = {
+        "seconds": {gpus: _short(seconds) for gpus, seconds in component.seconds},
+        "kind": component.kind or None,
+        "spread": None if component.spread is None else round(component.spread, 4),
+        "drift": None if component.drift is None else round(component.drift, 4),
+        "steps": component.steps or None,
+        "completion": [[_short(done), _short(time)] for done, time in component.completion] or None,
+        "seconds_per_1k_tokens": component.seconds_per_1k_tokens and _short(component.seconds_per_1k_tokens),
+        "waits": component.waits or None,
+    }
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _short(value: float) -> float:

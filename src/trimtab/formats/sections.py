@@ -2,16 +2,19 @@
 
 `read` validates data or raises an InputError: what is wrong, where (file, line, dotted key), and what is allowed there.
 Settings that have a dataclass are read by `FieldsOf`: their keys, types and ranges are stated once, in the dataclass.
+`file_schema` is the JSON Schema (draft 2020-12) of a file, whose descriptions are the fields' comments: an editor
+checks and completes a file by it, if a comment in the file names it: `# yaml-language-server: $schema=job.schema.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_type_hints
 
 from pydantic import (
@@ -26,7 +29,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from trimtab.core.errors import InputError, meant, nearest
@@ -217,12 +220,10 @@ class FieldsOf:
         return Made(self.section, make).__get_pydantic_core_schema__(source, handler)
 
     def read(self, data: Any, source: Source, *under: str | int) -> dict[str, Any]:
-        """The stated fields. InputError names the place."""
         return _stated(read(self.section, data, source, *under))
 
     @cached_property
     def section(self) -> type[Section]:
-        """The model of the section."""
         hints, ranges = get_type_hints(self.kind, include_extras=True), ranges_of(self.kind)
         made: dict[str, Any] = {}
         for field in dataclasses.fields(self.kind):
@@ -252,7 +253,6 @@ def _stated(section: Section) -> dict[str, Any]:
 
 
 def read(kind: type[SectionT], data: Any, source: Source, *under: str | int) -> SectionT:
-    """The data as a section that stands in a file `under` these keys; InputError names the place."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -308,3 +308,48 @@ def _keys(fault: ErrorDetails, data: Any) -> list[str | int]:
             data = data[part]
             keys.append(part)
     return [*keys, str(fault["loc"][-1])] if fault["type"] == "missing" else keys
+
+
+_FIELD = re.compile(r"^    (\w+): [^#\n]*  # (?!type:|fmt:)(.+)$", re.MULTILINE)
+
+
+class _WithComments(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> JsonSchemaValue:
+        """Only defaults that a file could state as well."""
+        default = schema.get("default")
+        plain = default is not None and isinstance(default, str | int | float)
+        return super().default_schema(schema) if plain else self.generate_inner(schema["schema"])
+
+    def model_schema(self, schema: Any) -> JsonSchemaValue:
+        made, kind = super().model_schema(schema), schema["cls"]
+        comments = _comments(getattr(kind, "ORIGIN", None) or kind)
+        for name, field in kind.model_fields.items():
+            property_ = made.get("properties", {}).get(field.alias or name)
+            if property_ is not None and name in comments:
+                property_.setdefault("description", comments[name])
+        made.pop("title", None)
+        return made
+
+
+@cache
+def _comments(kind: Any) -> Mapping[str, str]:
+    """The comments behind the fields of a class, by name."""
+    try:
+        own = dict(_FIELD.findall(inspect.getsource(kind)))
+    except (OSError, TypeError):
+        own = {}  # without its source, or a builtin
+    return {name: text for base in kind.__bases__ for name, text in _comments(base).items()} | own
+
+
+def file_schema(title: str, by_key: Mapping[str, type[Section]]) -> dict[str, Any]:
+    """The schema of a file: that of the section of the first of these keys which the file has."""
+    named, definitions = models_json_schema(
+        [(kind, "validation") for kind in by_key.values()], schema_generator=_WithComments
+    )
+    found: Any = {"required": [next(iter(by_key))]}
+    for key, kind in reversed([*by_key.items()]):
+        found = {"if": {"required": [key]}, "then": named[kind, "validation"], "else": found}
+    return {"$schema": GenerateJsonSchema.schema_dialect, "title": title, **found, **definitions}

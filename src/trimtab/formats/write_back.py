@@ -66,11 +66,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested mappings."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
-        *above, last = key.split(".")
-        place = tree
-        for part in above:
-            place = place.setdefault(part, {})
-        place[last] = value
+        _put(tree, key.split("."), value)
     return tree
 
 
@@ -93,7 +89,6 @@ def overrides(settings: PlanSettings) -> list[str]:
 
 
 def shell_words(settings: PlanSettings) -> list[str]:
-    """The settings as shell-quoted arguments."""
     return [shlex.quote(line) for line in settings.words or overrides(settings)]
 
 
@@ -121,8 +116,6 @@ def apply(
             hint="give the overrides on the command line of the run instead (--format overrides)",
         )
     changes = {key: value for key, value in settings.values.items() if not _stated(states, key, value)}
-    if not changes:
-        return None
     target = path.resolve()
     raw = yaml_text.read_text(target)
     mark = "\ufeff" if target.read_bytes().startswith(b"\xef\xbb\xbf") else ""
@@ -195,7 +188,7 @@ def _replace(text: str, parent: Any, key_node: Any, old: Any, value: Any) -> str
         indent = " " * (key_node.start_mark.column + 2)
         new = "\n" + block_text(value, indent).rstrip("\n")
         return _splice(text, _after_colon(text, key_node), max(_after_colon(text, key_node), _end(old)), new)
-    new = _flow_text(value) if isinstance(value, Mapping) else scalar_text(value)
+    new = _flow_text(value)
     start, end = old.start_mark.index, _end(old)
     if start >= end:  # an empty value: `key:`
         return _splice(text, _after_colon(text, key_node), _after_colon(text, key_node), f" {new}")
@@ -230,8 +223,7 @@ def _insert(text: str, parent: Any, key: str, value: Any, name: str) -> str:
         raise InputError(f"not written: there is no place for {key}", where=name)
     last = _end(parent.value[-1][1]) if not parent.flow_style else parent.value[-1][1].end_mark.index
     if parent.flow_style:
-        new = _flow_text(value) if isinstance(value, Mapping) else scalar_text(value)
-        return _splice(text, last, last, f", {key_text(key, flow=True)}: {new}")
+        return _splice(text, last, last, f", {key_text(key, flow=True)}: {_flow_text(value)}")
     last = max(last, _after_colon(text, parent.value[-1][0]))
     line_end = text.find("\n", last)
     indent = " " * parent.value[0][0].start_mark.column
@@ -313,12 +305,10 @@ def _stated(states: Callable[[str, Any], bool], key: str, value: Any) -> bool:
     return states(key, dict(value) if isinstance(value, Mapping) else value)
 
 
-def _flow_text(value: Mapping[str, Any]) -> str:
-    entries = [
-        f"{key_text(key, flow=True)}: {_flow_text(entry) if isinstance(entry, Mapping) else scalar_text(entry)}"
-        for key, entry in value.items()
-    ]
-    return "{" + ", ".join(entries) + "}"
+def _flow_text(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return scalar_text(value)
+    return "{" + ", ".join(f"{key_text(key, flow=True)}: {_flow_text(entry)}" for key, entry in value.items()) + "}"
 
 
 def _escaped(name: str) -> str:

@@ -109,7 +109,6 @@ def parse(text: str, name: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML file whose top level is a mapping."""
     return read_named(path)[1]
 
 

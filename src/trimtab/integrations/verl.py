@@ -25,7 +25,7 @@ import hashlib
 import logging
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -37,14 +37,8 @@ from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Ranges, check_fields
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
 from trimtab.runtime.engines.engine import (
     EngineCapability,
-    EngineLoad,
     EngineState,
-    GenerateRequest,
-    MemoryTag,
     NotSupportedError,
-    PauseMode,
-    StreamDelta,
-    WeightUpdate,
 )
 from trimtab.runtime.rollout.leases import Lease
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -152,8 +146,9 @@ class Balancer:
 
     async def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """End a turn. Unknown turns are ignored: verl does not wait for an answer."""
-        key = self._held(server_id, request_id)
-        if key is None:
+        held = (key for key in self._leases if key[0] == server_id)
+        key = next(held, None) if request_id is None else (server_id, request_id)
+        if key is None or key not in self._leases:
             return
         leases = self._leases[key]
         lease = leases.popleft()
@@ -164,16 +159,13 @@ class Balancer:
             del self._inflight[lease.worker]
         await lease.release()
 
-    def _held(self, server: str, request: str | None) -> tuple[str, str] | None:
-        if request is not None:
-            return (server, request) if (server, request) in self._leases else None
-        return next((key for key in self._leases if key[0] == server), None)
-
     def _group(self, request: str, prompt: Sequence[int] | None) -> str:
         """The affinity group of a turn: turns of a trajectory share a prefix, and so do samples of a prompt."""
         group = self._groups.get(request)
         if group is None:
-            start = request if prompt is None or not len(prompt) else _digest(prompt)
+            start = request
+            if prompt is not None and len(prompt):
+                start = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).hexdigest()
             group = self._groups[request] = f"{self._generation}.{start}"
             if len(self._groups) > self._settings.sticky:
                 self._groups.popitem(last=False)
@@ -312,11 +304,23 @@ class Balancer:
             await self._pool.stop()
 
 
+def _of_the_trainer(verb: str) -> Callable[..., Any]:
+    """An engine's method that raises: verl calls its servers itself."""
+
+    def refuse(self: ServerEngine, *args: Any, **kwargs: Any) -> Any:
+        raise NotSupportedError(f"{verb} is the trainer's: verl calls its server directly", where=f"server {self.name}")
+
+    return refuse
+
+
 class ServerEngine:
     """A server that verl talks to directly: the pool only checks whether it is alive."""
 
     kind = "actor"
     capabilities: frozenset[EngineCapability] = frozenset()
+    load, generate, abort, pause, resume, sleep, wake, flush, refit = map(
+        _of_the_trainer, ("load", "generate", "abort", "pause", "resume", "sleep", "wake", "flush", "refit")
+    )
 
     def __init__(self, name: str, handle: Any, on_gone: Callable[[str], None]) -> None:
         self.name = name
@@ -336,44 +340,12 @@ class ServerEngine:
                 asyncio.get_running_loop().call_soon(self._on_gone, self._gone)
         return EngineState(not self._gone, self._gone or "alive", dialect="a verl server")
 
-    async def load(self) -> EngineLoad:
-        raise self._unsupported("load")
-
-    def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
-        raise self._unsupported("generate")
-
-    async def abort(self, ids: Collection[str] | None = None) -> None:
-        raise self._unsupported("abort")
-
-    async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
-        raise self._unsupported("pause")
-
-    async def resume(self) -> None:
-        raise self._unsupported("resume")
-
-    async def sleep(self, level: int = 1) -> None:
-        raise self._unsupported("sleep")
-
-    async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
-        raise self._unsupported("wake")
-
-    async def flush(self) -> None:
-        raise self._unsupported("flush")
-
     async def version(self) -> str | None:
         return None
-
-    async def refit(self, refit: WeightUpdate) -> None:
-        raise self._unsupported("refit")
 
     async def refitted(self, version: str) -> None: ...
 
     async def close(self) -> None: ...
-
-    def _unsupported(self, verb: str) -> NotSupportedError:
-        return NotSupportedError(
-            f"{verb} is the trainer's: verl calls its server directly", where=f"server {self.name}"
-        )
 
 
 def _rules(settings: BalancerSettings) -> RolloutRules:
@@ -385,10 +357,6 @@ def _rules(settings: BalancerSettings) -> RolloutRules:
         ownership=Ownership(sleep=trainer, pause=trainer, refit=trainer, abort=trainer),
         classes=(RequestClass(queue_limit=QUEUE_LIMIT, deadline_s=None),),
     )
-
-
-def _digest(prompt: Sequence[int]) -> str:
-    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).hexdigest()
 
 
 LoadBalancer = ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENCY)(Balancer)

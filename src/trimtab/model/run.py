@@ -91,7 +91,7 @@ class ComponentTiming:
 
     def __post_init__(self) -> None:
         for name in ("busy_s", "wait_s", "offload_s", "onload_s"):
-            if not _sound(getattr(self, name)):
+            if not is_number(getattr(self, name), 0):
                 raise InputError(f"{name} of {self.component} is not a time", where="a measured iteration")
         if self.gpus < 0 or (self.batches is not None and self.batches < 1):
             raise InputError(f"{self.component} cannot have done this", where="a measured iteration")
@@ -109,7 +109,7 @@ class Iteration:
     def __post_init__(self) -> None:
         if not is_whole(self.number, 1, math.inf):
             raise InputError(f"{self.number!r} is no number of an iteration", hint="they count from 1")
-        if not _sound(self.wall_s):
+        if not is_number(self.wall_s, 0):
             raise InputError(f"the wall time of iteration {self.number} is not a time", where="a measured iteration")
         names = [timing.component for timing in self.components]
         if len(set(names)) < len(names):
@@ -182,7 +182,6 @@ class Migration:
 
     @property
     def touched(self) -> tuple[str, ...]:
-        """The components that change."""
         return tuple(change.component for change in self.changes if change.how is not ChangeKind.stays)
 
 
@@ -197,7 +196,3 @@ class MigrationCost:
     @property
     def seconds(self) -> float:
         return sum(took for _, took in self.stages)
-
-
-def _sound(value: object) -> bool:
-    return is_number(value, 0)

@@ -42,7 +42,8 @@ def read_event(line: str | bytes) -> dict[str, Any]:
         elif limit is not None and isinstance(value, int | float) and not abs(value) <= limit:
             raise ValueError(f"{key} is {value:.6g}, beyond {limit:.6g}")
     nodes = event.get("nodes")
-    if isinstance(nodes, list) and sum(_gpus(node) for node in nodes) > MAX_GPUS:
+    listed = [node for node in nodes if isinstance(node, list)] if isinstance(nodes, list) else []
+    if sum(gpus for node in listed for gpus in node if type(gpus) is int) > MAX_GPUS:
         raise ValueError(f"the nodes have more than {MAX_GPUS:,} GPUs")
     return event
 
@@ -71,7 +72,3 @@ def _limit(key: str, above: float | None) -> float | None:
     if key in _GPUS:
         return MAX_GPUS
     return MAX_TIME_S if key in _TIMES or key.endswith("_s") else above
-
-
-def _gpus(node: Any) -> int:
-    return sum(gpus for gpus in node if type(gpus) is int) if isinstance(node, list) else 0

@@ -1,4 +1,4 @@
-"""Planning input: a cluster, and a workflow of components with their costs.
+"""Planning input: a cluster, a workflow of components with their costs, and the measured costs of a run.
 
 Frozen and validated in form (finite numbers, known names); `check_workflow` checks the rules between components.
 Loaders in `formats` build these, planners in `plan` read them.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from trimtab.core.errors import InputError, unknown
+from trimtab.core.numbers import COUNT, Ranges
 
 ANY_KIND = ""  # of a cluster or profile that names no GPU kind; such a profile holds for every GPU
 
@@ -272,3 +274,42 @@ def check_workflow(workflow: Workflow) -> None:
 
 def unknown_component(name: object, names: Collection[str], where: str) -> InputError:
     return unknown(name, names, where, "there is no component named {}")
+
+
+@dataclass(frozen=True)
+class ComponentProfile:
+    """Measured cost of one component.
+
+    `seconds` are points (gpus, median seconds of one iteration), ascending. `spread` is half the interquartile range
+    over the median; `drift` the relative change from the first to the last third of the run. `waits` marks a time that
+    includes waiting for others: it is no cost and must not be planned with.
+    """
+
+    name: str
+    seconds: tuple[tuple[int, float], ...]
+    kind: str = ""
+    spread: float | None = None
+    drift: float | None = None
+    steps: int = 0
+    completion: tuple[tuple[float, float], ...] = ()
+    seconds_per_1k_tokens: float | None = None
+    waits: bool = False
+
+    RANGES: ClassVar[Ranges] = {
+        "spread": (0.0, 1e9),
+        "drift": (-1.0, 1e9),
+        "steps": COUNT,
+        "seconds_per_1k_tokens": (1e-12, 1e9),
+    }
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of a whole workflow, from one source (`verl`, `rlinf`, `nemo_rl`, `timer` ...)."""
+
+    source: str
+    components: tuple[ComponentProfile, ...]
+    notes: tuple[str, ...] = ()
+
+    def component(self, name: str) -> ComponentProfile | None:
+        return next((component for component in self.components if component.name == name), None)

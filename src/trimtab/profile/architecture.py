@@ -81,7 +81,6 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        """All layers, experts included."""
         each = self.attention_per_layer + self.norms_per_layer
         dense = self.dense_layers * self.dense_mlp
         return self.layers * each + dense + self.moe_layers * (self.shared_mlp + self.router) + self.expert_parameters
@@ -92,7 +91,6 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters used per token."""
         idle = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_mlp
         return self.parameters - idle
 

@@ -157,7 +157,12 @@ def load(spec: str) -> Any:
     if not colon or not module_name or not name:
         raise InputError(f"{spec!r} names no object", hint="write it as package.module:factory or file.py:factory")
     try:
-        module = _file_module(module_name) if module_name.endswith(".py") else _named_module(module_name)
+        if module_name.endswith(".py"):
+            module = _file_module(module_name)
+        else:
+            if os.getcwd() not in sys.path and "" not in sys.path:
+                sys.path.append(os.getcwd())
+            module = importlib.import_module(module_name)
     except InputError:
         raise
     except Exception as fault:
@@ -348,13 +353,6 @@ def _inside(model: Any, path: str, factory: str) -> Any:
             raise InputError(f"{factory} has no {path}: nothing is called {part}", hint=f"there are: {children}")
         found = child
     return found
-
-
-def _named_module(name: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    return importlib.import_module(name)
 
 
 def _file_module(path: str) -> Any:

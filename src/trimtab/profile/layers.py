@@ -23,33 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 try:
-    from trimtab.profile.block_chain import (
-        BlockChain,
-        BlockOutput,
-        InputError,
-        device_of,
-        dtype_of,
-        guarded,
-        import_torch,
-        input_maker,
-        load_chain,
-        step,
-        tensors_in,
-    )
-except ImportError:  # copied without the package, beside block_chain.py
-    from block_chain import (  # type: ignore[import-not-found, no-redef]
-        BlockChain,
-        BlockOutput,
-        InputError,
-        device_of,
-        dtype_of,
-        guarded,
-        import_torch,
-        input_maker,
-        load_chain,
-        step,
-        tensors_in,
-    )
+    from trimtab.profile import block_chain
+except ImportError:  # copied without the package
+    import block_chain  # type: ignore[import-not-found, no-redef]
 
 KIND = "trimtab layer profile"
 MB = 2**20
@@ -111,19 +87,19 @@ def profile_layers(
     """Load a model and measure its blocks. `factory` is `package.module:factory` or `file.py:factory`."""
     for what, value, minimum in (("batch size", batch_size, 1), ("repeats", repeats, 1), ("warm-up", warmup, 0)):
         if value < minimum:
-            raise InputError(f"the {what} is {minimum} or more, not {value}")
-    torch = import_torch()
+            raise block_chain.InputError(f"the {what} is {minimum} or more, not {value}")
+    torch = block_chain.import_torch()
     if threads is not None:
         if threads < 1:
-            raise InputError(f"the number of threads is 1 or more, not {threads}")
+            raise block_chain.InputError(f"the number of threads is 1 or more, not {threads}")
         torch.set_num_threads(threads)
-    kind = dtype_of(dtype)
-    place = device_of(device)
+    kind = block_chain.dtype_of(dtype)
+    place = block_chain.device_of(device)
     progress(f"building {factory}")
-    chain = load_chain(factory, blocks=blocks, dtype=dtype, device=device)
-    given = input_maker(model_input, batch_size=batch_size, dtype=dtype, device=device)(0)
+    chain = block_chain.load_chain(factory, blocks=blocks, dtype=dtype, device=device)
+    given = block_chain.input_maker(model_input, batch_size=batch_size, dtype=dtype, device=device)(0)
     with torch.inference_mode():
-        start = guarded(lambda: chain.begin(given), "the model", device)
+        start = block_chain.guarded(lambda: chain.begin(given), "the model", device)
         notes: dict[str, None] = {}
         if chain.outside:
             notes[f"{chain.outside:,} parameters are outside the blocks and not part of this profile"] = None
@@ -134,7 +110,7 @@ def profile_layers(
         for number, block in enumerate(chain.blocks, 1):
             subject = f"block {number} ({chain.names[number - 1]})"
             # The first call of a block may build permanent caches: the second one is measured.
-            guarded(lambda block=block, carried=carried: step(block, carried), subject, device)  # type: ignore[misc]
+            block_chain.guarded(lambda block=block, carried=carried: block_chain.step(block, carried), subject, device)  # type: ignore[misc]
             carried, used = _measured_memory(block, carried, place)
             activations.append(round(used / MB, 6))
             crossing.append(_crossing(carried, batch_size, kind, notes, last=number == len(chain.blocks)))
@@ -169,13 +145,15 @@ def profile_layers(
     )
 
 
-def _crossing(carried: BlockOutput, batch_size: int, dtype: Any, notes: dict[str, None], *, last: bool = False) -> int:
+def _crossing(
+    carried: block_chain.BlockOutput, batch_size: int, dtype: Any, notes: dict[str, None], *, last: bool = False
+) -> int:
     """Elements per sample that cross a cut here; each tensor counts once."""
     strange: set[str] = set()
     # After the last block only its result leaves.
     handed = carried.value if last else (carried.value, carried.rest, carried.named)
     count = 0
-    for tensor in {id(tensor): tensor for tensor in tensors_in(handed, strange)}.values():
+    for tensor in {id(tensor): tensor for tensor in block_chain.tensors_in(handed, strange)}.values():
         if tensor.dim() and tensor.shape[0] == batch_size:
             count += tensor.numel() // batch_size
         else:
@@ -197,22 +175,22 @@ def _weights(block: Any) -> tuple[int, int]:
     )
 
 
-def _measured_memory(block: Any, carried: BlockOutput, device: Any) -> tuple[BlockOutput, int]:
+def _measured_memory(block: Any, carried: block_chain.BlockOutput, device: Any) -> tuple[block_chain.BlockOutput, int]:
     """Run a block; return its output and its peak bytes besides weights, input and output."""
-    torch = import_torch()
+    torch = block_chain.import_torch()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        output = step(block, carried)
+        output = block_chain.step(block, carried)
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
     else:
         live = _live_tensors()
         with live:
-            output = step(block, carried)
+            output = block_chain.step(block, carried)
         peak = live.peak
-    kept = {id(t): t.numel() * t.element_size() for t in tensors_in(output.value)}
+    kept = {id(t): t.numel() * t.element_size() for t in block_chain.tensors_in(output.value)}
     return output, max(0, peak - sum(kept.values()))
 
 
@@ -231,8 +209,8 @@ def _live_tensors() -> Any:
             self, operation: Any, types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
         ) -> Any:
             output = operation(*args, **(named or {}))
-            given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, named or {}))}
-            for tensor in tensors_in(output):
+            given = {tensor.untyped_storage()._cdata for tensor in block_chain.tensors_in((args, named or {}))}
+            for tensor in block_chain.tensors_in(output):
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
                 if key not in self._holders:
@@ -255,10 +233,15 @@ def _live_tensors() -> Any:
 
 
 def _timed(
-    chain: BlockChain, start: BlockOutput, device: Any, warmup: int, repeats: int, progress: Callable[[str], None]
+    chain: block_chain.BlockChain,
+    start: block_chain.BlockOutput,
+    device: Any,
+    warmup: int,
+    repeats: int,
+    progress: Callable[[str], None],
 ) -> tuple[list[list[float]], list[float]]:
     """(seconds of each block in each counted pass, seconds of each counted pass)."""
-    torch = import_torch()
+    torch = block_chain.import_torch()
     samples: list[list[float]] = [[] for _ in chain.blocks]
     whole: list[float] = []
     on_gpu = device.type == "cuda"
@@ -271,7 +254,7 @@ def _timed(
         carried = start
         marks.append(_mark(torch, on_gpu))
         for block in chain.blocks:
-            carried = step(block, carried)
+            carried = block_chain.step(block, carried)
             marks.append(_mark(torch, on_gpu))
         if on_gpu:
             torch.cuda.synchronize(device)
@@ -294,18 +277,18 @@ def _mark(torch: Any, on_gpu: bool) -> Any:
 
 def _device_name(device: Any) -> str:
     if device.type == "cuda":
-        return str(import_torch().cuda.get_device_name(device))
+        return str(block_chain.import_torch().cuda.get_device_name(device))
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "CPU")
     except OSError:
         model = "CPU"
-    return f"{model}, {import_torch().get_num_threads()} threads"
+    return f"{model}, {block_chain.import_torch().get_num_threads()} threads"
 
 
 def _device_memory(device: Any) -> int:
     if device.type == "cuda":
-        return int(import_torch().cuda.get_device_properties(device).total_memory)
+        return int(block_chain.import_torch().cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -324,29 +307,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("factory", help="package.module:factory or file.py:factory")
     parser.add_argument("--model-name", default="", help="the model's name in models.yml")
     parser.add_argument("--blocks", default="", help="path of the list of blocks in the model: model.layers")
-    parser.add_argument("--input", default="", help="shape without the batch (128,2048), or module:make_input")
+    parser.add_argument(
+        "--input",
+        dest="model_input",
+        metavar="INPUT",
+        default="",
+        help="shape without the batch (128,2048), or module:make_input",
+    )
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--dtype", default="torch.float32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument("--warmup", type=int, default=2, help="passes that do not count")
     parser.add_argument("--repeats", type=int, default=5, help="passes that count")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")
-    given = parser.parse_args(arguments)
+    given = vars(parser.parse_args(arguments))
     try:
-        measured = profile_layers(
-            given.factory,
-            model_name=given.model_name,
-            blocks=given.blocks,
-            model_input=given.input,
-            batch_size=given.batch_size,
-            dtype=given.dtype,
-            device=given.device,
-            warmup=given.warmup,
-            repeats=given.repeats,
-            threads=given.threads,
-            progress=lambda sentence: print(sentence, file=sys.stderr),
-        )
-    except InputError as error:
+        measured = profile_layers(**given, progress=lambda sentence: print(sentence, file=sys.stderr))
+    except block_chain.InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(measured.as_data(), indent=1))

@@ -8,7 +8,7 @@ on a GPU. It must never be silently optimistic: peaks are added as if they coinc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,7 +94,6 @@ class MemoryNeed:
 
     @property
     def host_gb(self) -> float:
-        """In host memory while offloaded."""
         return sum(term.gb for term in self.host)
 
     def block(self) -> dict[str, Any]:
@@ -111,6 +110,9 @@ class MemoryNeed:
         if self.host_gb:
             block["host_memory_gb"] = _round_up(self.host_gb)
         return block
+
+
+PROCESS = MemoryTerm("process", "CUDA context and communication buffers", PROCESS_GB)
 
 
 def estimate(model: Architecture, settings: MemorySettings) -> tuple[MemoryNeed, ...]:
@@ -130,15 +132,13 @@ def check(settings: MemorySettings) -> MemorySettings:
         raise InputError("--kv-share is above 0 and at most 1", hint="it is the engine's gpu_memory_utilization")
     if settings.gpu_memory_gb is not None and not 0 < settings.gpu_memory_gb < math.inf:
         raise InputError("--gpu-memory-gb must be more than 0")
-    settings = replace(
-        settings,
-        optimizer=_word("--optimizer", settings.optimizer, OPTIMIZERS),
-        precision=_word("--precision", settings.precision, PRECISIONS),
-        gradients=_word("--gradients", settings.gradients, PRECISIONS),
-        rollout_precision=_word("--rollout-precision", settings.rollout_precision, PRECISIONS),
-        kv_precision=_word("--kv-precision", settings.kv_precision, PRECISIONS),
-        offload=_word("--offload", settings.offload, dict.fromkeys(OFFLOADS)),
-    )
+    known: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "offload": OFFLOADS}
+    known |= dict.fromkeys(("precision", "gradients", "rollout_precision", "kv_precision"), PRECISIONS)
+    words: dict[str, Any] = {name: getattr(settings, name).lower() for name in known}
+    for name, word in words.items():
+        if word not in known[name]:
+            raise unknown(word, known[name], what=f"--{name.replace('_', '-')} {{}} is not known")
+    settings = replace(settings, **words)
     split = settings.tp * settings.pp
     if settings.gpus % split:
         raise InputError(f"--gpus {settings.gpus} is no multiple of tp x pp = {split}")
@@ -164,13 +164,12 @@ def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
         layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
         gathered = 2 * layer * PRECISIONS[run.precision] / GB
         working.append(MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x {run.precision}", gathered))
-    process = _process()
     moved = {"none": (), "optimizer": (optimizer,), "all": (weights, gradients, optimizer)}[run.offload]
     kept = tuple(term for term in (weights, gradients, optimizer) if term not in moved)
     # Gradients are freed between steps, not moved.
     host = tuple(term for term in moved if term is not gradients)
     return MemoryNeed(
-        "trainer", (weights, gradients, optimizer, *working, process), (*kept, process), host, run.gpus, model.notes
+        "trainer", (weights, gradients, optimizer, *working, PROCESS), (*kept, PROCESS), host, run.gpus, model.notes
     )
 
 
@@ -187,7 +186,6 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         * PRECISIONS[run.kv_precision]
         / min(run.rollout_tp, model.kv_shards)
     )
-    process = _process()
     notes: list[str] = []
     if run.gpu_memory_gb is None:
         cached = run.concurrent * run.sequence_length
@@ -196,7 +194,7 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         notes.append("without --gpu-memory-gb the KV cache is that of --concurrent answers of full length")
     else:
         engine = run.kv_share * run.gpu_memory_gb
-        free = engine - weights.gb - process.gb
+        free = engine - weights.gb - PROCESS.gb
         formula = f"{run.kv_share:g} x {run.gpu_memory_gb:g} GB - weights - process"
         cache = MemoryTerm("KV cache", formula, max(0.0, free))
         answers = int(free * GB / (per_token * run.sequence_length)) if free > 0 else 0
@@ -204,17 +202,16 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         if answers < 1:
             notes.append("the KV cache does not hold a single answer: raise --kv-share or --rollout-tp")
     # A sleeping engine frees weights and cache; the next weight sync restores the weights.
-    resident = (process,) if run.offload == "all" else (weights, process)
-    return MemoryNeed("rollout", (weights, cache, process), resident, (), run.gpus, tuple(notes))
+    resident = (PROCESS,) if run.offload == "all" else (weights, PROCESS)
+    return MemoryNeed("rollout", (weights, cache, PROCESS), resident, (), run.gpus, tuple(notes))
 
 
 def _inference(model: Architecture, run: MemorySettings) -> MemoryNeed:
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     working = [*_activations(model, run, training=False), _logits(model, run, LOGIT_BYTES_FORWARD)]
-    process = _process()
     moved = run.offload == "all"
-    resident = (process,) if moved else (weights, process)
-    return MemoryNeed("inference", (weights, *working, process), resident, (weights,) if moved else (), run.gpus)
+    resident = (PROCESS,) if moved else (weights, PROCESS)
+    return MemoryNeed("inference", (weights, *working, PROCESS), resident, (weights,) if moved else (), run.gpus)
 
 
 def _states(
@@ -269,16 +266,6 @@ def _logits(model: Architecture, run: MemorySettings, size: int) -> MemoryTerm:
     tokens = run.micro_batch * run.sequence_length
     formula = f"{tokens:,} tokens x {model.vocabulary:,} words x {size} B / tp {run.tp}"
     return MemoryTerm("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
-
-
-def _process() -> MemoryTerm:
-    return MemoryTerm("process", "CUDA context and communication buffers", PROCESS_GB)
-
-
-def _word(option: str, word: str, known: Mapping[str, object]) -> str:
-    if word.lower() in known:
-        return word.lower()
-    raise unknown(word.lower(), known, what=f"{option} {{}} is not known")
 
 
 def _round_up(gb: float) -> float:

@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from trimtab.model.profile import Profile
+    from trimtab.model.workflow import Profile
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -72,7 +72,7 @@ class Recorder:
             raise ValueError(f"a component runs on 1 GPU or more, not {gpus!r}")
         return Block(self, (name, gpus), sync)
 
-    def iteration(self) -> AbstractContextManager[None]:
+    def iteration(self) -> AbstractContextManager[object]:
         """Mark the start of an iteration and the end of the previous one; as a context manager, also its own end.
 
         Once iterations are marked, blocks outside them (validation, checkpoints) do not count.
@@ -81,14 +81,16 @@ class Recorder:
             self._marked = True
             self._end_iteration()
             started = self._current = _Iteration()
-        return _IterationMark(self, started)
+        mark = ExitStack()
+        mark.push(lambda kind, error, trace: self._close(started, failed=kind is not None))
+        return mark
 
     def profile(self, *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> Profile:
         """The profile so far. `gpus` applies to components whose blocks state no count."""
         from trimtab.core.errors import InputError
         from trimtab.formats.logs.measured import CostSample, drift_note, summarise
         from trimtab.formats.profile_file import merge
-        from trimtab.model.profile import Profile
+        from trimtab.model.workflow import Profile
 
         with self._lock:
             samples, notes = self._counted(warmup)
@@ -243,17 +245,6 @@ class Block:
         return wrapped  # type: ignore[no-any-return]
 
 
-class _IterationMark(AbstractContextManager[None]):
-    def __init__(self, recorder: Recorder, iteration: _Iteration) -> None:
-        self._recorder = recorder
-        self._iteration = iteration
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._recorder._close(self._iteration, failed=kind is not None)
-
-
 _default: Recorder | None = None
 _default_lock = threading.Lock()
 
@@ -274,7 +265,7 @@ def component(name: str, *, gpus: int | None = None, sync: Callable[[], object] 
     return recorder().component(name, gpus=gpus, sync=sync)
 
 
-def iteration() -> AbstractContextManager[None]:
+def iteration() -> AbstractContextManager[object]:
     """Mark the start of an iteration; as a context manager, also its end."""
     return recorder().iteration()
 

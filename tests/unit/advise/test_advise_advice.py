@@ -27,8 +27,8 @@ from trimtab.core.reasons import ReasonCode
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import RunLog
 from trimtab.formats.logs.follow_costs import RunConfig
-from trimtab.model.profile import Profile
 from trimtab.model.run import ReplanRules
+from trimtab.model.workflow import Profile
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent
@@ -133,7 +133,7 @@ def _accepted(case: Case, values: dict[str, Any], gpus: dict[str, int]) -> None:
 
 
 def _at(points: Any, gpus: int) -> float:
-    from trimtab.plan.placement.cost import seconds_at
+    from trimtab.plan.placement.space import seconds_at
 
     return seconds_at(tuple(sorted(points.items())), 0.0, gpus)
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from trimtab.cli.partition import partition, ray_hosts, sched_pipeline
 from trimtab.core.errors import TrimtabError
-from trimtab.formats.pipeline.split import SplitTarget, layout, split_lines
+from trimtab.formats.pipeline.pipeedge import SplitTarget, layout, split_lines
 from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.runtime.rayapi.nodes import live_nodes
 

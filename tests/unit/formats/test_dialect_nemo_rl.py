@@ -8,7 +8,7 @@ from dialect_plans import DATA, plan_of, profile_of
 from framework_rules import nemo_rl_accepts
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.hydra_config import compose
-from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
+from trimtab.formats.frameworks.nemo_rl import NemoRl
 from trimtab.formats.loaded import LoadedJob
 
 SECONDS = {"generation": {8: 60.0}, "logprobs": {8: 10.0}, "policy": {8: 40.0}}
@@ -17,7 +17,7 @@ ASYNC = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_ste
 
 
 def load(*overrides: str, file: str = "base", extra: dict[str, dict[int, float]] | None = None) -> LoadedJob:
-    return nemo_rl.read(compose(DATA / "nemo" / f"{file}.yaml", overrides), profile_of({**SECONDS, **(extra or {})}))
+    return NemoRl.read(compose(DATA / "nemo" / f"{file}.yaml", overrides), profile_of({**SECONDS, **(extra or {})}))
 
 
 def test_the_workflow_has_log_probs_and_training_together() -> None:
@@ -200,7 +200,7 @@ def test_invalid_sizes_are_errors(overrides: tuple[str, ...], what: str) -> None
 
 def test_without_a_profile_the_error_says_how_to_make_one() -> None:
     with pytest.raises(InputError, match="has no times"):
-        nemo_rl.read(compose(DATA / "nemo" / "base.yaml"), None)
+        NemoRl.read(compose(DATA / "nemo" / "base.yaml"), None)
 
 
 def test_sizes_follow_parallel_sizes_and_the_batch() -> None:

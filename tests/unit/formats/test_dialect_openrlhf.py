@@ -9,7 +9,7 @@ import pytest
 from dialect_plans import composed, plan_of, profile_of
 from framework_rules import openrlhf_accepts
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.formats.frameworks.openrlhf import config as openrlhf
+from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.load import load as load_any
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.write_back import nested, overrides, shell_words
@@ -42,7 +42,7 @@ algo: {kl: {init_coef: 0.01}}
 
 
 def load(folder: Path, text: str, *more: str) -> LoadedJob:
-    return openrlhf.read(composed(folder, text, *more), profile_of(SECONDS))
+    return OpenRlhf.read(composed(folder, text, *more), profile_of(SECONDS))
 
 
 def test_experience_is_made_where_the_actor_is(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dialect_plans import DATA, composed, plan_of, profile_of
 from trimtab.core.errors import InputError
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.hydra_config import compose
-from trimtab.formats.frameworks.rlinf import config as rlinf
+from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.loaded import LoadedJob
 from trimtab.plan.placement.planner import plan_placement
 
@@ -36,11 +36,11 @@ profile_data: {{actor_cost: 95.7, inference_cost: 30.8, rollout_cost: 59.9}}
 def reasoning(
     folder: Path, *overrides: str, placement: str = "actor,rollout,reward: all", normalize: str = "true"
 ) -> LoadedJob:
-    return rlinf.read(composed(folder, REASONING.format(placement=placement, normalize=normalize), *overrides), None)
+    return Rlinf.read(composed(folder, REASONING.format(placement=placement, normalize=normalize), *overrides), None)
 
 
 def test_the_seeds_form_is_read_with_its_costs_at_all_gpus() -> None:
-    loaded = rlinf.read(compose(BUNDLED), None)
+    loaded = Rlinf.read(compose(BUNDLED), None)
     workflow = loaded.job.workflow
     assert workflow.names == ("rollout", "inference", "trainer")
     assert [c.variants[0].seconds[""] for c in workflow.components] == [((8, 59.9),), ((8, 30.8),), ((8, 95.7),)]
@@ -50,7 +50,7 @@ def test_the_seeds_form_is_read_with_its_costs_at_all_gpus() -> None:
 
 
 def test_a_shared_plan_of_the_seeds_form_prints_the_seeds_block() -> None:
-    loaded = rlinf.read(compose(BUNDLED), None)
+    loaded = Rlinf.read(compose(BUNDLED), None)
     block = loaded.settings(plan_of({"rollout inference trainer": range(8)})).block
     assert block == (
         "cluster:\n  num_nodes: 1\n  num_gpus_per_node: 8\n  component_placement:\n    rollout,trainer: all\n"
@@ -62,7 +62,7 @@ def test_a_minimal_file_with_only_the_cluster_and_the_costs_is_enough(tmp_path: 
         "cluster: {num_nodes: 1, num_gpus_per_node: 8}\n"
         "profile_data: {trainer_cost: 95.7, inference_cost: 30.8, rollout_cost: 59.9}\n"
     )
-    loaded = rlinf.read(composed(tmp_path, text), None)
+    loaded = Rlinf.read(composed(tmp_path, text), None)
     assert loaded.job.workflow.names == ("rollout", "inference", "trainer")
     assert loaded.current is None
     assert "rollout,trainer: all" in loaded.settings(plan_of({"rollout inference trainer": range(8)})).block
@@ -231,9 +231,9 @@ def test_gpus_per_node_come_from_the_file_the_placement_or_the_command_line_and_
         "  num_gpus_per_node: 8\n", ""
     )
     with pytest.raises(InputError, match="not stated") as caught:
-        rlinf.read(composed(tmp_path, shared), None)
+        Rlinf.read(composed(tmp_path, shared), None)
     assert "++cluster.num_gpus_per_node=8" in str(caught.value.hint)
-    assert rlinf.read(composed(tmp_path, shared, "+cluster.num_gpus_per_node=4"), None).job.cluster.gpus == 4
+    assert Rlinf.read(composed(tmp_path, shared, "+cluster.num_gpus_per_node=4"), None).job.cluster.gpus == 4
 
 
 def test_a_critic_without_a_cost_keeps_everything_shared(tmp_path: Path) -> None:
@@ -255,12 +255,12 @@ def test_the_dynamic_scheduler_is_turned_off_for_a_fixed_plan(tmp_path: Path) ->
 def test_a_measured_profile_replaces_profile_data_and_waits_are_refused(tmp_path: Path) -> None:
     text = REASONING.format(placement="actor,rollout,reward: all", normalize="true")
     measured = {"rollout": {4: 100.0, 8: 60.0}, "inference": {8: 30.0}, "actor": {8: 90.0}, "weight_sync": {8: 2.5}}
-    loaded = rlinf.read(composed(tmp_path, text), profile_of(measured))
+    loaded = Rlinf.read(composed(tmp_path, text), profile_of(measured))
     assert loaded.job.workflow.component("rollout").variants[0].seconds[""] == ((4, 100.0), (8, 60.0))
     assert loaded.job.workflow.weight_sync is not None
     assert loaded.job.workflow.weight_sync.separate_seconds == 2.5
     with pytest.raises(InputError, match="a wait, not a cost"):
-        rlinf.read(composed(tmp_path, text), profile_of(measured, waits=["rollout"]))
+        Rlinf.read(composed(tmp_path, text), profile_of(measured, waits=["rollout"]))
 
 
 def test_the_correction_of_importance_sampling_needs_inference_too(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_inference_on_gpus_of_its_own_gets_the_section_that_its_workers_read(
     backend: str, model: str, has: dict[str, object], written_as: str, tmp_path: Path
 ) -> None:
     job = composed(tmp_path, COLLOCATED.format(backend=backend, model=model))
-    loaded = rlinf.read(job, profile_of(MEASURED))
+    loaded = Rlinf.read(job, profile_of(MEASURED))
     apart = plan_of({"rollout": range(4), "inference": range(4, 6), "actor": range(6, 8)})
     settings = loaded.settings(apart)
     overrides = write_back.overrides(settings) if written_as == "overrides" else []
@@ -321,14 +321,14 @@ def test_inference_on_gpus_of_its_own_gets_the_section_that_its_workers_read(
     assert {key: config["inference"]["model"][key] for key in has} == has
     assert config["inference"]["tokenizer"] == {"tokenizer_model": "/models/qwen"}
     assert ("fsdp_config" in config["inference"]) == (backend == "fsdp")
-    again = rlinf.read(compose(job.path, overrides), profile_of(MEASURED))
+    again = Rlinf.read(compose(job.path, overrides), profile_of(MEASURED))
     assert again.current is not None
     assert again.current.ranks["inference"] == (4, 5)
     assert set(again.settings(apart).values) == {"cluster.component_placement"}  # nothing is missing any more
 
 
 def test_the_embodied_form_turns_environments_per_instance_into_gpus() -> None:
-    loaded = rlinf.read(compose(DATA / "rlinf_embodied.yaml"), None)
+    loaded = Rlinf.read(compose(DATA / "rlinf_embodied.yaml"), None)
     workflow = loaded.job.workflow
     assert workflow.names == ("env", "rollout", "actor")
     assert workflow.component("env").variants[0].seconds[""] == ((2, 70.0), (4, 36.0), (8, 20.0))
@@ -338,14 +338,14 @@ def test_the_embodied_form_turns_environments_per_instance_into_gpus() -> None:
 
 
 def test_environments_that_belong_to_no_whole_gpu_are_interpolated() -> None:
-    loaded = rlinf.read(compose(DATA / "rlinf_embodied.yaml", ["data.env_num=40"]), None)
+    loaded = Rlinf.read(compose(DATA / "rlinf_embodied.yaml", ["data.env_num=40"]), None)
     points = dict(loaded.job.workflow.component("env").variants[0].seconds[""])
     assert points[5] == 20.0
     assert points[4] == pytest.approx(20 + 16 * 2 / 8)  # 10 environments an instance, between 8 and 16
 
 
 def test_any_grouping_of_the_embodied_form_is_written() -> None:
-    loaded = rlinf.read(compose(DATA / "rlinf_embodied.yaml"), None)
+    loaded = Rlinf.read(compose(DATA / "rlinf_embodied.yaml"), None)
     mixed = loaded.settings(plan_of({"env rollout": range(4), "actor": range(4, 8)}))
     assert mixed.values["cluster.component_placement"] == {"env,rollout": "0-3", "actor": "4-7"}
     shared = loaded.settings(plan_of({"env rollout actor": range(8)}))
@@ -367,7 +367,7 @@ def test_any_grouping_of_the_embodied_form_is_written() -> None:
 )
 def test_faults_of_the_embodied_form_have_their_own_errors(override: str, what: str) -> None:
     with pytest.raises(InputError, match=what):
-        rlinf.read(compose(DATA / "rlinf_embodied.yaml", [override]), None)
+        Rlinf.read(compose(DATA / "rlinf_embodied.yaml", [override]), None)
 
 
 def test_the_seeds_script_calls_the_planner_on_the_bundled_config_from_anywhere(tmp_path: Path) -> None:

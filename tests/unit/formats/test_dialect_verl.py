@@ -9,7 +9,7 @@ import pytest
 from dialect_plans import DATA, plan_of, profile_of
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats.frameworks.hydra_config import compose
-from trimtab.formats.frameworks.verl import config as verl
+from trimtab.formats.frameworks.verl import Verl
 from trimtab.formats.load import load as load_file
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.write_back import overrides
@@ -27,7 +27,7 @@ REWARD_MODEL = ("reward.reward_model.enable=true",)
 
 
 def load(*overrides: str, extra: dict[str, dict[int, float]] | None = None) -> LoadedJob:
-    return verl.read(compose(DATA / "verl_sync.yaml", overrides), profile_of({**SECONDS, **(extra or {})}))
+    return Verl.read(compose(DATA / "verl_sync.yaml", overrides), profile_of({**SECONDS, **(extra or {})}))
 
 
 def groupings(loaded: LoadedJob) -> list[set[frozenset[str]]]:
@@ -145,7 +145,7 @@ def test_a_pool_that_lies_unevenly_on_nodes_is_refused() -> None:
 
 def test_without_a_profile_the_error_says_how_to_make_one() -> None:
     with pytest.raises(InputError, match="has no times") as caught:
-        verl.read(compose(DATA / "verl_sync.yaml"), None)
+        Verl.read(compose(DATA / "verl_sync.yaml"), None)
     assert "trimtab profile logs" in str(caught.value.hint)
 
 
@@ -158,12 +158,12 @@ def test_without_a_profile_the_error_says_how_to_make_one() -> None:
 )
 def test_a_profile_without_what_verl_needs_is_refused(seconds: dict[str, dict[int, float]], what: str) -> None:
     with pytest.raises(InputError, match=what):
-        verl.read(compose(DATA / "verl_sync.yaml"), profile_of(seconds))
+        Verl.read(compose(DATA / "verl_sync.yaml"), profile_of(seconds))
 
 
 def test_waits_are_refused() -> None:
     with pytest.raises(InputError, match="a wait, not a cost"):
-        verl.read(compose(DATA / "verl_sync.yaml"), profile_of(SECONDS, waits=["rollout"]))
+        Verl.read(compose(DATA / "verl_sync.yaml"), profile_of(SECONDS, waits=["rollout"]))
 
 
 def test_a_batch_that_no_pool_divides_is_infeasible_and_says_what() -> None:
@@ -193,7 +193,7 @@ SIX_AND_TWO = {"rollout": {4: 90.0, 8: 80.0}, "update_actor": {6: 190.0, 8: 180.
 
 @pytest.mark.parametrize("nodes", [ON_TWO_NODES, ()])
 def test_pools_that_share_nodes_six_and_two_are_planned_as_they_stand(nodes: tuple[str, ...]) -> None:
-    loaded = verl.read(compose(DATA / "verl_sync.yaml", (*ONE_STEP_OFF, *nodes)), profile_of(SIX_AND_TWO))
+    loaded = Verl.read(compose(DATA / "verl_sync.yaml", (*ONE_STEP_OFF, *nodes)), profile_of(SIX_AND_TWO))
     answer = plan_placement(loaded.job, loaded.rules, current=loaded.current)
     assert answer.best.iteration_seconds == pytest.approx(100.0)
     assert loaded.settings(answer.best).values == {
@@ -208,7 +208,7 @@ def test_pools_that_share_nodes_six_and_two_are_planned_as_they_stand(nodes: tup
 
 
 def test_pools_of_the_file_lie_on_the_stated_nodes_as_verl_lays_them() -> None:
-    current = verl.read(
+    current = Verl.read(
         compose(DATA / "verl_sync.yaml", (*ONE_STEP_OFF, *ON_TWO_NODES)), profile_of(SIX_AND_TWO)
     ).current
     assert current is not None

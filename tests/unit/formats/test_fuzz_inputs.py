@@ -20,10 +20,11 @@ from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 from trimtab.formats import job, load, profile_file, sections
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
-from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
-from trimtab.formats.frameworks.openrlhf import config as openrlhf
-from trimtab.formats.frameworks.rlinf import config as rlinf
-from trimtab.formats.frameworks.verl import config as verl
+from trimtab.formats.frameworks.nemo_rl import NemoRl
+from trimtab.formats.frameworks.openrlhf import OpenRlhf
+from trimtab.formats.frameworks.rlinf import Rlinf
+from trimtab.formats.frameworks.verl import Verl
+from trimtab.formats.job import RunSection
 from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import RunLog
@@ -31,7 +32,6 @@ from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.pipeline import layer_files, pipeedge
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
-from trimtab.formats.run_section import RunSection
 from trimtab.formats.yaml_text import Source
 from trimtab.profile import architecture
 from trimtab.render.html.run.story import read_story
@@ -170,7 +170,7 @@ PLACED = {
     "nemo_rl": _tree(DATA / "nemo" / "base.yaml"),
     "openrlhf": _tree(EXAMPLES / "logs" / "openrlhf.yaml"),
 }
-MODULES = {"verl": verl, "rlinf": rlinf, "rlinf embodied": rlinf, "nemo_rl": nemo_rl, "openrlhf": openrlhf}
+MODULES = {"verl": Verl, "rlinf": Rlinf, "rlinf embodied": Rlinf, "nemo_rl": NemoRl, "openrlhf": OpenRlhf}
 
 
 def _framework(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], Any]]]:
@@ -178,7 +178,7 @@ def _framework(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], A
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        from trimtab.model.profile import ComponentProfile, Profile
+        from trimtab.model.workflow import ComponentProfile, Profile
 
         path = Path(f"{name}.yaml")
         components = ("rollout", "generation", "policy", "actor", "inference", "update_actor", "old_log_prob", "ref")

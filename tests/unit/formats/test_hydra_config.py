@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from dialect_plans import DATA, composed, profile_of
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.frameworks.hydra_config import compose
-from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
-from trimtab.formats.frameworks.rlinf import config as rlinf
-from trimtab.formats.frameworks.verl import config as verl
+from trimtab.formats.frameworks.nemo_rl import NemoRl
+from trimtab.formats.frameworks.rlinf import Rlinf
+from trimtab.formats.frameworks.verl import Verl
 from trimtab.formats.load import load
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 
 TRAIN = DATA / "hydra" / "train.yaml"
 
@@ -35,7 +35,7 @@ def test_a_config_group_can_be_chosen_on_the_command_line() -> None:
 
 def test_an_unresolved_interpolation_matters_only_when_it_is_read() -> None:
     reader = compose(TRAIN).reader
-    assert reader.positive_int("cluster.num_nodes") == 2
+    assert reader.count("cluster.num_nodes") == 2
     for key in ("paths.out", "paths.tuned"):
         assert reader.has(key)
         with pytest.raises(InputError, match="cannot be resolved") as caught:
@@ -145,10 +145,10 @@ def test_aliases_that_multiply_without_bound_are_refused(tmp_path: Path) -> None
 def test_a_whole_number_is_one_in_any_spelling_and_nothing_else(tmp_path: Path, value: str, ok: bool) -> None:
     reader = composed(tmp_path, f"n: {value}\n").reader
     if ok:
-        assert reader.positive_int("n") == 8
+        assert reader.count("n") == 8
     else:
         with pytest.raises(InputError, match="above 0"):
-            reader.positive_int("n")
+            reader.count("n")
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-1", "abc", "[1]", "1e999"])
@@ -176,9 +176,7 @@ def test_a_file_that_its_defaults_overrule_is_not_edited(tmp_path: Path) -> None
 
 def test_plain_job_files_never_import_hydra() -> None:
     code = (
-        "import sys, trimtab.formats.frameworks.hydra_config, trimtab.formats.frameworks.rlinf.config, "
-        "trimtab.formats.frameworks.verl.config, trimtab.formats.frameworks.nemo_rl.config, "
-        "trimtab.formats.write_back; "
+        "import sys, trimtab.formats.frameworks.registry, trimtab.formats.write_back; "
         "sys.exit(any(name in sys.modules for name in ('hydra', 'omegaconf', 'yaml', 'torch', 'ray')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -221,7 +219,7 @@ def test_no_file_makes_anything_but_a_clear_error(
     for text in (yaml.safe_dump(tree), raw):
         with contextlib.suppress(TrimtabError):
             read = composed(folder, text)
-            for dialect in (rlinf, verl, nemo_rl):
+            for dialect in (Rlinf, Verl, NemoRl):
                 dialect.matches(read.reader)
                 with contextlib.suppress(TrimtabError):
                     dialect.read(read, None)

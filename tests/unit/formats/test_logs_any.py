@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import profile_file
+from trimtab.formats.frameworks.registry import FRAMEWORKS
 from trimtab.formats.logs import gpus as logs_gpus
 from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import measured
@@ -176,3 +177,10 @@ def test_a_curve_never_falls_and_ends_in_one(rollouts: list[list[float]]) -> Non
     assert curve[-1] == (1.0, 1.0)
     assert len(curve) <= 12
     assert all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(curve))
+
+
+@pytest.mark.parametrize("name", list(FRAMEWORKS))
+def test_a_framework_logs_every_component_that_its_runs_must_have(name: str) -> None:
+    framework = FRAMEWORKS[name]
+    assert framework.LOG.name == name
+    assert {*framework.REQUIRED} <= {*framework.LOG.parts}

@@ -9,7 +9,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats.logs import gpus as logs_gpus
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs import tensorboard as tensorboard_events
-from trimtab.model.profile import Profile
+from trimtab.model.workflow import Profile
 
 DATA = Path(__file__).parents[2] / "data" / "logs"
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ import pytest
 from trimtab.core.errors import InputError
 from trimtab.formats.logs import gpus as logs_gpus
 from trimtab.formats.logs import reader as logs
-from trimtab.model.profile import Profile
+from trimtab.model.workflow import Profile
 
 DATA = Path(__file__).parents[2] / "data" / "logs"
 ROOT = Path(__file__).parents[3]
@@ -100,7 +100,7 @@ def test_placements_give_the_counts_of_separate_components(tmp_path: Path) -> No
     profile = logs.read([path], config=config)
     assert {c.name: c.seconds[0][0] for c in profile.components} == {"rollout": 4, "inference": 4, "actor": 4}
     config.write_text("cluster: {component_placement: {rollout: '4-', actor: 4-7}}\n")
-    with pytest.raises(InputError, match="cannot be counted"):
+    with pytest.raises(InputError, match="cannot be understood"):
         logs.read([path], config=config)
 
 

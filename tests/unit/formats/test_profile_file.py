@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import profile_file
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ComponentProfile, Profile
 
 FULL = Profile(
     source="verl",

@@ -10,7 +10,7 @@ from dialect_plans import composed, plan_of, profile_of
 from trimtab.core.errors import InputError
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.hydra_config import compose
-from trimtab.formats.frameworks.rlinf import config as rlinf
+from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import LoggedStep
@@ -45,7 +45,7 @@ SECONDS = {"env": {2: 90.0, 4: 50.0, 8: 48.0}, "rollout": {2: 95.0, 4: 60.0, 8: 
 
 
 def read(folder: Path, stages: int = 2, *overrides: str) -> LoadedJob:
-    return rlinf.read(composed(folder, HYBRID.format(stages=stages), *overrides), profile_of(SECONDS))
+    return Rlinf.read(composed(folder, HYBRID.format(stages=stages), *overrides), profile_of(SECONDS))
 
 
 def best(loaded: LoadedJob) -> tuple[Plan, Plan]:
@@ -110,7 +110,7 @@ def test_a_hybrid_placement_is_proposed_where_all_were_shared(tmp_path: Path) ->
 def test_any_overlap_is_predicted(placement: str, seconds: float, tmp_path: Path) -> None:
     scaled = {"env": {4: 50.0}, "rollout": {2: 120.0, 4: 60.0}, "actor": {1: 320.0, 2: 160.0, 4: 80.0, 8: 40.0}}
     text = HYBRID.format(stages=1)
-    loaded = rlinf.read(
+    loaded = Rlinf.read(
         composed(tmp_path, text, f"cluster.component_placement={placement}", "~actor.training_backend"),
         profile_of(scaled),
     )
@@ -121,11 +121,11 @@ def test_any_overlap_is_predicted(placement: str, seconds: float, tmp_path: Path
 def test_an_actor_that_can_use_one_gpu_only_shares_it_with_what_uses_all(tmp_path: Path) -> None:
     one = ("actor.micro_batch_size=640", "cluster.component_placement={actor: 0, env: all, rollout: all}")
     costs = profile_of({**SECONDS, "actor": {1: 40.0}})
-    loaded = rlinf.read(composed(tmp_path, HYBRID.format(stages=1), *one), costs)
+    loaded = Rlinf.read(composed(tmp_path, HYBRID.format(stages=1), *one), costs)
     plan, own = best(loaded)
     assert plan.iteration_seconds == pytest.approx(own.iteration_seconds) == pytest.approx(48 + 55 + 40)
     assert loaded.settings(plan).values["cluster.component_placement"] == {"actor": 0, "env": "all", "rollout": "all"}
-    shared = rlinf.read(
+    shared = Rlinf.read(
         composed(tmp_path, HYBRID.format(stages=1), one[0]), profile_of({**SECONDS, "actor": {1: 40.0}})
     )
     assert shared.settings(plan).values["cluster.component_placement"] == {"env,rollout": "all", "actor": "0"}

@@ -16,10 +16,9 @@ from random_jobs import random_job
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.workflow import Cluster, GpuCurve, Memory, Node, PlacementJob, Variant, WeightSync, Workflow
-from trimtab.plan.placement.cost import is_extrapolated, seconds_at
 from trimtab.plan.placement.planner import best_plan, plan_placement
 from trimtab.plan.placement.search import search
-from trimtab.plan.placement.space import PlanSpace
+from trimtab.plan.placement.space import PlanSpace, is_extrapolated, seconds_at
 
 
 def seconds(job: PlacementJob) -> float:

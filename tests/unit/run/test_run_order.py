@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +21,28 @@ from trimtab.plan.placement.order import (
     PlanAction,
     PlayedAction,
     WeightSyncStep,
-    planned_seconds,
+    batch_seconds,
     play,
 )
 from trimtab.plan.placement.planner import plan_placement
 
 UNLIMITED = 10**9
+
+
+def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[PlanAction], float]:
+    """Seconds of every action by the plan's own figures."""
+    switches = {placed.name: placed.switch_seconds for placed in plan.components}
+    steps = {
+        placed.name: batch_seconds(workflow.component(placed.name), workflow.batches, placed.seconds)
+        for placed in plan.components
+    }
+
+    def seconds(action: PlanAction) -> float:
+        if isinstance(action, WeightSyncStep):
+            return plan.sync_seconds
+        return switches[action.component] if isinstance(action, GpuTurn) else steps[action.component][action.batch]
+
+    return seconds
 
 
 def played(

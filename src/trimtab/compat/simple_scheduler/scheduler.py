@@ -15,24 +15,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trimtab.compat.simple_scheduler.answers import (
+from trimtab.compat.simple_scheduler.conversion import (
     AGENT_LABEL,
-    Answer,
-    eviction_of,
-    handle_of,
-    name_of,
-    refused,
-    slot_stats,
-)
-from trimtab.compat.simple_scheduler.input import (
     Amounts,
+    Answer,
     PreemptionAggressiveness,
     PreemptionSettings,
     SimpleTaskSpec,
     arguments_of,
+    eviction_of,
+    handle_of,
     in_bytes,
     in_mb,
     mapping_of,
+    name_of,
+    refused,
+    slot_stats,
     slots_of,
     whole_of,
     word_of,

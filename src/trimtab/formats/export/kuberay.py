@@ -102,6 +102,7 @@ def manifest(cluster: Cluster, options: PodOptions) -> Manifest:
             hint="leave them out and edit minReplicas and maxReplicas of each group",
         )
     notes: list[str] = []
+    autoscaler = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": options.idle_s}
     data: dict[str, Any] = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -114,7 +115,7 @@ def manifest(cluster: Cluster, options: PodOptions) -> Manifest:
             "rayVersion": options.ray_version,
             **({"authOptions": {"mode": "token"}} if options.token else {}),
             "enableInTreeAutoscaling": options.autoscale,
-            **_autoscaler(options),
+            **({"autoscalerOptions": autoscaler} if options.autoscale else {}),
             "headGroupSpec": _head(options),
             "workerGroupSpecs": _worker_groups(groups, options, notes),
         },
@@ -122,13 +123,6 @@ def manifest(cluster: Cluster, options: PodOptions) -> Manifest:
     notes.append(f"the image {options.image} must have trimtab and what the run imports")
     heading = "".join(f"# {line}\n" for line in ("Written by `trimtab cluster export kuberay`.", *notes))
     return Manifest(heading + dump(data), tuple(notes))
-
-
-def _autoscaler(options: PodOptions) -> dict[str, Any]:
-    if not options.autoscale:
-        return {}
-    settings = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": options.idle_s}
-    return {"autoscalerOptions": settings}
 
 
 def _head(options: PodOptions) -> dict[str, Any]:
@@ -152,7 +146,8 @@ def _worker_groups(groups: Mapping[Node, int], options: PodOptions, notes: list[
     names: Counter[str] = Counter()
     written = []
     for node, count in groups.items():
-        name = _group_name(node)
+        kind = re.sub(r"[^a-z0-9]+", "-", node.gpu.lower()).strip("-")
+        name = f"{kind or 'gpu'}-{node.gpus}"[:40] if node.gpus else "cpu"
         names[name] += 1
         if names[name] > 1:
             name = f"{name}-{names[name]}"
@@ -239,8 +234,3 @@ def _tolerations(gpus: int) -> dict[str, Any]:
     if not gpus:
         return {}
     return {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]}
-
-
-def _group_name(node: Node) -> str:
-    kind = re.sub(r"[^a-z0-9]+", "-", node.gpu.lower()).strip("-")
-    return f"{kind or 'gpu'}-{node.gpus}"[:40] if node.gpus else "cpu"

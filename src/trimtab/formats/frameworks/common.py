@@ -1,4 +1,4 @@
-"""Shared by the framework configs: components from profiles, pools of whole nodes, and checks of a plan.
+"""The base of all framework configs: components from profiles, pools of whole nodes, and checks of a plan.
 
 A framework's pool runs each member on all of its GPUs. So the allowed sizes of a pool are those on which every member
 can run, and a plan is expressible only if its grouping and sizes are in the rules. Nothing here may accept a plan that
@@ -7,23 +7,28 @@ the framework would refuse.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
+from typing import ClassVar
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
 from trimtab.formats.loaded import LoadedJob, PlanSettings
+from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.logs.records import LogFramework
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
-from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import (
     ANY_KIND,
     Cluster,
     Component,
+    ComponentProfile,
     Node,
     PlacementJob,
+    Profile,
     Variant,
     WeightSync,
     Workflow,
@@ -35,42 +40,178 @@ WEIGHT_SYNC = "weight_sync"
 """Name of the weight copy from trainer to rollout in profiles."""
 
 
-@dataclass(frozen=True)
-class AllowedGpuCounts:
-    """GPU counts of a component: multiples of a model-parallel size, and only listed counts if any."""
+class FrameworkConfig(ABC):
+    """A framework's config while it is read. A framework is a subclass: a table, and methods for what is odd."""
 
-    multiple_of: int = 1
-    gpus: tuple[int, ...] | None = None
+    NAME: ClassVar[str]
+    TITLE: ClassVar[str]
+    LOG: ClassVar[LogFramework]
+    COMPONENTS: ClassVar[tuple[str, ...]]  # in workflow order
+    REQUIRED: ClassVar[tuple[str, str]]  # in every run: the rollout, and the trainer whose weights it gets
+    NOT_PLACED: ClassVar[tuple[str, ...]] = ()  # measured, but not placed by themselves
+    AFTER: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # those that a run has; without any, the first component
+    GROUPS: ClassVar[bool] = True  # configs are made of Hydra's config groups, not of parent files
 
+    cluster: Cluster
+    batches: int = 1
+    staleness: int = 0
 
-def loaded_job(
-    composed: ComposedConfig,
-    name: str,
-    cluster: Cluster,
-    workflow: Workflow,
-    rules: FrameworkRules,
-    settings: Callable[[Plan], PlanSettings],
-    assumptions: Sequence[str],
-    current: CurrentPlacement | None,
-) -> LoadedJob:
-    """A checked job. `settings` expresses a plan that the framework can run."""
-    check_workflow(workflow)
+    def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
+        self.composed = composed
+        self.reader = composed.reader
+        self.path = str(composed.path)
+        self.profile = profile
+        self.trainer = self.REQUIRED[1]
+        self.assumptions: list[str] = []
+        self.costs = self.stated_costs()
 
-    def checked(plan: Plan) -> PlanSettings:
-        check_expressible(plan, rules)
-        return settings(plan)
+    @classmethod
+    @abstractmethod
+    def matches(cls, reader: ConfigReader) -> bool:
+        """Whether a config is of this framework."""
 
-    return LoadedJob(
-        file_format=name,
-        path=composed.path,
-        job=PlacementJob(cluster=cluster, workflow=workflow),
-        settings=checked,
-        rules=rules,
-        assumptions=tuple(assumptions),
-        current=current,
-        literal=composed.literal,
-        states=composed.states,
-    )
+    @classmethod
+    @abstractmethod
+    def facts(cls, reader: ConfigReader) -> RunFacts:
+        """GPU counts and batches of a run with this config, for its log. Raises InputError if not stated."""
+
+    @classmethod
+    def asynchronous(cls, reader: ConfigReader) -> str | None:
+        """The mode if generation runs beside training and timers contain waits, else None."""
+        return None
+
+    @classmethod
+    def read(cls, composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
+        return cls(composed, profile).loaded()
+
+    def loaded(self) -> LoadedJob:
+        members = {name: self._component(measured) for name, measured in self.costs.items()}
+        sync = weight_sync(self.profile, self.trainer, self.REQUIRED[0])
+        workflow = Workflow(tuple(members.values()), self.batches, self.staleness, sync)
+        check_workflow(workflow)
+        rules = self.rules(members)
+        placed = {*self.costs, *self.NOT_PLACED, WEIGHT_SYNC}
+        others = [c.name for c in self.profile.components if c.name not in placed] if self.profile else []
+        note = f"not part of the plan, though in the profile: {', '.join(others)}"
+
+        def settings(plan: Plan) -> PlanSettings:
+            check_expressible(plan, rules)
+            return self.settings(plan)
+
+        return LoadedJob(
+            file_format=self.NAME,
+            path=self.composed.path,
+            job=PlacementJob(self.cluster, workflow),
+            settings=settings,
+            rules=rules,
+            current=self.current(),
+            assumptions=(*self.assumptions, *self.notes(), *([note] if others else [])),
+            literal=self.composed.literal,
+            states=self.composed.states,
+        )
+
+    def stated_costs(self) -> dict[str, ComponentProfile]:
+        return self.profiled(self.COMPONENTS, self.REQUIRED)
+
+    def profiled(
+        self, known: Sequence[str], required: Sequence[str], hints: Mapping[str, str] | None = None
+    ) -> dict[str, ComponentProfile]:
+        """The known components of the profile, in order. Raises InputError for missing ones and waits."""
+        if self.profile is None:
+            raise InputError(
+                f"component costs are unknown: a {self.TITLE} config has no times",
+                where=self.path,
+                hint="make a profile from the logs of a run with `trimtab profile logs`, and give it with "
+                "--profile FILE",
+            )
+        found = {name: measured for name in known if (measured := self.profile.component(name)) is not None}
+        for measured in found.values():
+            refuse_waits(measured)
+        for name in required:
+            if name not in found:
+                near = nearest(name, [c.name for c in self.profile.components])
+                meant = f"; did you mean {near}?" if near else ""
+                raise InputError(
+                    f"the profile has no {name}, which {self.TITLE} training needs{meant}",
+                    where=f"profile ({self.profile.source})",
+                    hint=(hints or {}).get(name, f"it knows: {', '.join(known)}"),
+                )
+        return found
+
+    @property
+    def title(self) -> str:
+        return self.TITLE
+
+    def measured(self, *names: str) -> list[str]:
+        return [name for name in names if name in self.costs]
+
+    def after(self, name: str) -> tuple[str, ...]:
+        found = tuple(self.measured(*self.AFTER.get(name, ())))
+        return found or (self.COMPONENTS[:1] if name != self.COMPONENTS[0] else ())
+
+    def _component(self, measured: ComponentProfile) -> Component:
+        name = measured.name
+        component = Component(
+            name, after=self.after(name), granularity=self.granularity(name), completion=measured.completion
+        )
+        if self.on_cpu(name):
+            return replace(component, cpu_seconds=measured.seconds[-1][1])
+        return replace(component, variants=(replace(self.sizes(name), seconds={ANY_KIND: measured.seconds}),))
+
+    @abstractmethod
+    def sizes(self, name: str) -> Variant:
+        """The GPU counts on which a component can run: multiples of a parallel size, and only listed ones if any."""
+
+    def granularity(self, name: str) -> int | None:
+        """How many batches a component takes at a time; None: all."""
+        return None
+
+    def on_cpu(self, name: str) -> bool:
+        return False
+
+    def options(self) -> list[list[list[str]]]:
+        """The groupings that the framework can run, each a list of pools."""
+        raise NotImplementedError
+
+    def pool_sizes(self) -> Sequence[int]:
+        """Pool sizes that `nodes x GPUs per node` can express on this cluster."""
+        nodes = [node.gpus for node in self.cluster.nodes]
+        return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
+
+    def rules(self, members: Mapping[str, Component]) -> FrameworkRules:
+        """The groupings whose pools each have a size that suits all members."""
+        allowed: list[tuple[AllowedGroup, ...]] = []
+        ruled_out: list[str] = []
+        sizes = self.pool_sizes()
+        for option in self.options():
+            pools = [AllowedGroup(frozenset(p), runnable(sizes, (members[name] for name in p))) for p in option if p]
+            bad = next((pool for pool in pools if not pool.sizes), None)
+            if bad is None:
+                allowed.append(tuple(pools))
+            else:
+                ruled_out.append(", ".join(sorted(bad.components)))
+        if not allowed:
+            raise InfeasibleError(
+                f"no number of GPUs suits the parallel sizes and batch sizes of: {ruled_out[0]}",
+                where=self.path,
+                hint="change the parallel sizes or the batch size so that some number of GPUs divides them",
+            )
+        return FrameworkRules(self.title, tuple(allowed), even_nodes=True)
+
+    def notes(self) -> Iterable[str]:
+        """Assumptions beyond the costs."""
+        return ()
+
+    @abstractmethod
+    def current(self) -> CurrentPlacement | None:
+        """Where the file places the components; None if it does not say."""
+
+    @abstractmethod
+    def settings(self, plan: Plan) -> PlanSettings:
+        """A plan within the rules, in the keys of the file."""
+
+    def node_counts(self, plan: Plan, name: str) -> tuple[int, int]:
+        return node_counts(plan.group_of(name).gpus, self.cluster, name)
 
 
 def gpus_by_component(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -87,72 +228,6 @@ def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
     """Raise InputError for more GPUs than the limit, before anything iterates over them."""
     if gpus > MAX_COUNT:
         raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MAX_COUNT:,}", where=where)
-
-
-def component(
-    measured: ComponentProfile,
-    *,
-    after: Sequence[str] = (),
-    sizes: AllowedGpuCounts | None = None,
-    granularity: int | None = None,
-    on_cpu: bool = False,
-) -> Component:
-    """A component with the costs of a profile. It takes all inputs at once unless a granularity is given."""
-    if on_cpu:
-        return Component(
-            name=measured.name,
-            after=tuple(after),
-            granularity=granularity,
-            completion=measured.completion,
-            cpu_seconds=measured.seconds[-1][1],
-        )
-    sizes = sizes or AllowedGpuCounts()
-    variant = Variant(seconds={ANY_KIND: measured.seconds}, gpus=sizes.gpus, multiple_of=sizes.multiple_of)
-    return Component(
-        name=measured.name,
-        variants=(variant,),
-        after=tuple(after),
-        granularity=granularity,
-        completion=measured.completion,
-    )
-
-
-def costs(
-    profile: Profile | None, known: Sequence[str], required: Sequence[str], framework: str, where: str
-) -> dict[str, ComponentProfile]:
-    """The measured components that a framework has, in its order. Raises InputError for missing ones and waits."""
-    if profile is None:
-        raise InputError(
-            f"component costs are unknown: a {framework} config has no times",
-            where=where,
-            hint="make a profile from the logs of a run with `trimtab profile logs`, and give it with --profile FILE",
-        )
-    found = {name: measured for name in known if (measured := profile.component(name)) is not None}
-    for measured in found.values():
-        refuse_waits(measured)
-    for name in required:
-        if name not in found:
-            near = nearest(name, [c.name for c in profile.components])
-            meant = f"; did you mean {near}?" if near else ""
-            raise InputError(
-                f"the profile has no {name}, which {framework} training needs{meant}",
-                where=f"profile ({profile.source})",
-                hint=f"it knows: {', '.join(known)}",
-            )
-    return found
-
-
-def profiled(profile: Profile, names: Iterable[str], **hints: str) -> dict[str, ComponentProfile]:
-    """The measured costs of these components. Raises InputError for a missing one, with its hint, and for waits."""
-    found = {}
-    for name in names:
-        measured = profile.component(name)
-        if measured is None:
-            where = f"profile ({profile.source})"
-            raise InputError(f"the profile has no {name}", where=where, hint=hints.get(name))
-        refuse_waits(measured)
-        found[name] = measured
-    return found
 
 
 def refuse_waits(measured: ComponentProfile) -> None:
@@ -174,48 +249,9 @@ def weight_sync(profile: Profile | None, source: str, target: str) -> WeightSync
     return WeightSync(source=source, target=target, shared_seconds=seconds, separate_seconds=seconds)
 
 
-def not_placed(profile: Profile | None, known: Iterable[str]) -> tuple[str, ...]:
-    """A note on measured components that are not part of the plan, if any."""
-    names = {*known, WEIGHT_SYNC}
-    others = [c.name for c in profile.components if c.name not in names] if profile else []
-    return (f"not part of the plan, though in the profile: {', '.join(others)}",) if others else ()
-
-
-def pool_sizes(cluster: Cluster) -> list[int]:
-    """Pool sizes that `nodes x GPUs per node` can express on this cluster."""
-    nodes = [node.gpus for node in cluster.nodes]
-    return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
-
-
 def runnable(sizes: Iterable[int], members: Iterable[Component]) -> tuple[int, ...]:
-    """The sizes on which every member can run."""
     variants = [variant for member in members for variant in member.variants]
     return tuple(size for size in sizes if all(variant.allows(size) for variant in variants))
-
-
-def groupings(
-    options: Iterable[Sequence[Sequence[str]]],
-    components: Mapping[str, Component],
-    sizes: Sequence[int],
-    where: str,
-) -> tuple[tuple[AllowedGroup, ...], ...]:
-    """The groupings whose pools each have a size that suits all members."""
-    allowed = []
-    ruled_out: list[str] = []
-    for option in options:
-        pools = [AllowedGroup(frozenset(p), runnable(sizes, (components[name] for name in p))) for p in option if p]
-        bad = next((pool for pool in pools if not pool.sizes), None)
-        if bad is None:
-            allowed.append(tuple(pools))
-        else:
-            ruled_out.append(", ".join(sorted(bad.components)))
-    if not allowed:
-        raise InfeasibleError(
-            f"no number of GPUs suits the parallel sizes and batch sizes of: {ruled_out[0]}",
-            where=where,
-            hint="change the parallel sizes or the batch size so that some number of GPUs divides them",
-        )
-    return tuple(allowed)
 
 
 def check_expressible(plan: Plan, rules: FrameworkRules) -> None:
@@ -228,16 +264,16 @@ def check_expressible(plan: Plan, rules: FrameworkRules) -> None:
         wrong = [a for a in grouping if a.sizes is not None and groups[a.components] not in a.sizes]
         if not wrong:
             return
-        names = ", ".join(sorted(wrong[0].components))
-        near = f"{names} cannot have {groups[wrong[0].components]} GPUs, only {_listed(wrong[0].sizes or ())}"
+        names, sizes = ", ".join(sorted(wrong[0].components)), [str(size) for size in wrong[0].sizes or ()]
+        listed = ", ".join(sizes if len(sizes) <= 12 else [*sizes[:10], "...", sizes[-1]])
+        near = f"{names} cannot have {groups[wrong[0].components]} GPUs, only {listed}"
+    known = [" | ".join(", ".join(sorted(pool.components)) for pool in grouping) for grouping in rules.groupings]
     raise InputError(
-        f"{rules.framework} cannot run this plan: {plan.describe()}",
-        hint=near or f"it can run: {'; or '.join(_grouping_text(grouping) for grouping in rules.groupings)}",
+        f"{rules.framework} cannot run this plan: {plan.describe()}", hint=near or f"it can run: {'; or '.join(known)}"
     )
 
 
 def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int, int]:
-    """(nodes, GPUs per node) of a pool. Raises InputError if its nodes have different numbers."""
     ends = list(accumulate(node.gpus for node in cluster.nodes))
     found = Counter(bisect_right(ends, rank) for rank in ranks)
     counts = [found[at] for at in sorted(found)]
@@ -252,20 +288,3 @@ def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int,
 def divisors_of_batch(batch: int, model_parallel: int, highest: int) -> tuple[int, ...]:
     """GPU counts up to `highest` whose data-parallel size divides a batch."""
     return tuple(dp * model_parallel for dp in range(1, highest // model_parallel + 1) if batch % dp == 0)
-
-
-def product(reader: ConfigReader, keys: Iterable[str]) -> int:
-    """The product of parallel sizes; unset ones count 1."""
-    result = 1
-    for key in keys:
-        result *= int(reader.positive_int(key, 1))
-    return result
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    texts = [str(size) for size in sizes]
-    return ", ".join(texts if len(texts) <= 12 else [*texts[:10], "...", texts[-1]])
-
-
-def _grouping_text(grouping: Sequence[AllowedGroup]) -> str:
-    return " | ".join(", ".join(sorted(allowed.components)) for allowed in grouping)

@@ -30,8 +30,6 @@ MAX_COUNT = 65_536
 """GPUs, nodes, batches, parallel sizes: the same limit as in trimtab's job file."""
 MAX_NUMBER = 1e9
 
-_REQUIRED = object()
-
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
     # NeMo RL
     "mul": operator.mul,
@@ -70,8 +68,10 @@ class ConfigReader:
         self.path = path
 
     def where(self, key: str) -> str:
-        """Location of a key, for errors."""
         return f"{self.path}: {key}"
+
+    def error(self, key: str, what: str, hint: str | None = None) -> InputError:
+        return InputError(what, where=self.where(key), hint=hint)
 
     def has(self, key: str) -> bool:
         """Whether the key is set and not null; an interpolation counts as set, resolvable or not."""
@@ -97,66 +97,77 @@ class ConfigReader:
         except OmegaConfBaseException as error:
             full_key = str(getattr(error, "full_key", None) or key)
             if "nterpolation" in type(error).__name__:
-                raise InputError(
+                raise self.error(
+                    full_key,
                     f"this value cannot be resolved: {_first_line(error)}",
-                    where=self.where(full_key),
-                    hint=f"give it on the command line: {full_key}=VALUE",
+                    f"give it on the command line: {full_key}=VALUE",
                 ) from None
-            raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(full_key)) from None
+            raise self.error(full_key, f"this cannot be read: {_first_line(error)}") from None
         except (RecursionError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(key)) from None
+            raise self.error(key, f"this cannot be read: {_first_line(error)}") from None
         fault = plain.fault_of(value)
         if fault is not None:
-            raise InputError(fault[0], where=self.where(f"{key}.{fault[1]}" if fault[1] else key))
+            raise self.error(f"{key}.{fault[1]}" if fault[1] else key, fault[0])
         return default if value is None else value
 
-    def require(self, key: str, hint: str | None = None) -> Any:
-        """The plain value of a required key."""
-        value = self.get(key)
-        if value is None:
-            raise InputError(
-                f"{key} is missing", where=self.where(key), hint=hint or f"add it to the file, or: {key}=VALUE"
-            )
-        return value
+    def missing(self, key: str, hint: str | None = None) -> InputError:
+        return InputError(
+            f"{key} is missing", where=self.where(key), hint=hint or f"add it to the file, or: {key}=VALUE"
+        )
 
-    def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
+    def count(self, key: str, default: int | None = None, hint: str | None = None) -> int:
         """A whole number from 1 to `MAX_COUNT`; required without a default."""
         wanted = f"a whole number above 0, from 1 to {MAX_COUNT:,}, is expected"
-        number = self._number(key, default, hint, wanted, lambda found: found == int(found) and 1 <= found <= MAX_COUNT)
-        return number if number is default else int(number)
+        return int(self._number(key, default, hint, wanted, lambda n: n == int(n) and 1 <= n <= MAX_COUNT))
 
-    def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A finite number from 0 to `MAX_NUMBER`."""
+    def optional_count(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.count(key)
+
+    def product(self, section: str, *names: str) -> int:
+        """The product of parallel sizes; unset ones count 1."""
+        return math.prod(self.count(f"{section}.{name}", 1) for name in names)
+
+    def counted(self, *keys: str) -> int | None:
+        """The product of counts; None where one is not stated, or no count."""
+        try:
+            return math.prod(self.count(key) for key in keys)
+        except InputError:
+            return None
+
+    def number(self, key: str, default: float | None = None, hint: str | None = None) -> float:
+        """A finite number from 0 to `MAX_NUMBER`; required without a default."""
         wanted = f"a finite number of at least 0, at most {MAX_NUMBER:g}, is expected"
         return self._number(key, default, hint, wanted, lambda found: 0 <= found <= MAX_NUMBER)
 
-    def _number(self, key: str, default: Any, hint: str | None, wanted: str, is_valid: Callable[[float], bool]) -> Any:
-        value = self.require(key, hint) if default is _REQUIRED else self.get(key, default)
-        if value is default:
-            return default
+    def _number(
+        self, key: str, default: float | None, hint: str | None, wanted: str, is_valid: Callable[[float], bool]
+    ) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise self.missing(key, hint)
         number = as_number(value)
         if number is None or not is_valid(number):
-            raise InputError(f"{wanted}, not {value!r:.60}", where=self.where(key), hint=hint)
+            raise self.error(key, f"{wanted}, not {value!r:.60}", hint)
         return number
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if isinstance(value, bool):
             return value
-        raise InputError(f"true or false is expected, not {value!r:.60}", where=self.where(key))
+        raise self.error(key, f"true or false is expected, not {value!r:.60}")
 
     def text(self, key: str, default: str) -> str:
         value = self.get(key, default)
         if isinstance(value, str):
             return value
-        raise InputError(f"a word is expected, not {value!r:.60}", where=self.where(key))
+        raise self.error(key, f"a word is expected, not {value!r:.60}")
 
     def mapping(self, key: str) -> dict[Any, Any]:
         """A mapping; empty if the key is absent."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
-        raise InputError(f"a mapping of keys is expected, not {value!r:.60}", where=self.where(key))
+        raise self.error(key, f"a mapping of keys is expected, not {value!r:.60}")
 
     def plain(self) -> dict[str, Any]:
         """Everything as plain data; unresolvable interpolations stay as text."""
@@ -202,7 +213,7 @@ class ComposedConfig:
 
         if self.on_command_line(key):
             return False
-        key_standing = write_back.key_standing(self._text, key)
+        key_standing = write_back.key_standing(yaml_text.read_text(self.path), key)
         if key_standing == "absent":
             return not self.reader.has(key)
         # A defaults file may add to a mapping, or be merged after this file: then an edit here has no effect.
@@ -220,17 +231,13 @@ class ComposedConfig:
         return any(key == k or key.startswith(f"{k}.") or k.startswith(f"{key}.") for k in self.overridden)
 
     @cached_property
-    def _text(self) -> str:
-        return yaml_text.read_text(self.path)
-
-    @cached_property
     def _own(self) -> ConfigReader:
-        return ConfigReader(_load(self.path), self.path)
+        return ConfigReader(read_alone(self.path), self.path)
 
 
 def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
     """Read a framework config with its parents and `key=value` overrides."""
-    own = _load(path)
+    own = read_alone(path)
     defaults = _raw(own).get("defaults")
     parsed = _parse_overrides(overrides)
     with warnings.catch_warnings():
@@ -244,7 +251,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
     return ComposedConfig(path=path, reader=ConfigReader(config, path), overridden=keys)
 
 
-def _load(path: Path) -> Any:
+def read_alone(path: Path) -> Any:
     """A YAML file as OmegaConf reads it, without its parents."""
     import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
@@ -297,7 +304,6 @@ def _check_aliases(text: str, path: Path) -> None:
 
 
 def _raw(config: Any) -> dict[str, Any]:
-    """The unresolved top level; cannot fail."""
     from omegaconf import OmegaConf
 
     data: Any = OmegaConf.to_container(config, resolve=False)
@@ -313,7 +319,6 @@ def _names_files(defaults: Any) -> bool:
 def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
     """Merge parent files below their child, depth first; later parents win."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     defaults = _raw(config).get("defaults")
     if "defaults" in config:
@@ -330,11 +335,8 @@ def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
         parent = path.parent / str(name)
         if not parent.is_file():
             raise InputError(f"there is no parent file {parent}", where=f"{path}: defaults")
-        merged = _merge(merged, _with_parents(parent, _load(parent), (*children, here)), path)
-    try:
-        return _merge(merged, config, path)
-    except OmegaConfBaseException as error:
-        raise InputError(f"this cannot be merged: {_first_line(error)}", where=str(path)) from None
+        merged = _merge(merged, _with_parents(parent, read_alone(parent), (*children, here)), path)
+    return _merge(merged, config, path)
 
 
 def _merge(base: Any, child: Any, path: Path) -> Any:

@@ -9,14 +9,12 @@ is opened here and no clock is read.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.formats.logs.reader import JoinedSteps, disagree, periodic_work
-from trimtab.formats.logs.records import MAX_LINE_BYTES, LogFramework, LogLine, LogParser, StepRecord
+from trimtab.formats.logs.records import LineBytes, LogFramework, LogLine, LogParser, StepRecord
 from trimtab.formats.logs.tensorboard import EventBytes, is_event_head
-from trimtab.formats.logs.wrapped_lines import WrappedLines
 
 NEAR_LINES = 50
 """Processes without a prefix that log the same step do so within this many lines; a restart takes more."""
@@ -112,8 +110,8 @@ class RunLog:
         """Call periodically: a step to which nothing was added since the last call is complete."""
         if self._arrived == self._arrived_seen:
             for file in self._files.values():
-                for at, mark, line in file.lines.quiet() if file.lines is not None else ():
-                    self._take_line(file, at, mark, line)
+                for mark, line in file.lines.quiet() if file.lines is not None else ():
+                    self._take_line(file, mark, line)
         self._arrived_seen = self._arrived
         quiet = self._changes == self._changes_seen
         self._changes_seen = self._changes
@@ -129,7 +127,6 @@ class RunLog:
 
     @property
     def lines(self) -> int:
-        """Lines of text read, of the current files."""
         return sum(file.lines.count for file in self._files.values() if file.lines is not None)
 
     # ---- files -----------------------------------------------------------------------------------------------------
@@ -151,11 +148,11 @@ class RunLog:
                     record = file.open_event = StepRecord(scalar.step)
                 record.values[scalar.tag] = scalar.value
         elif file.lines is not None:
-            for at, mark, line in file.lines.take(data):
-                self._take_line(file, at, mark, line)
+            for mark, line in file.lines.take(data):
+                self._take_line(file, mark, line)
 
-    def _take_line(self, file: _LogFile, at: int, mark: str, line: LogLine) -> None:
-        file.at_line = at
+    def _take_line(self, file: _LogFile, mark: str, line: LogLine) -> None:
+        file.at_line = file.lines.count if file.lines is not None else 0
         process = self._process(file, mark)
         for record in process.parser.take(line):
             self._take_record(file, process, record)
@@ -178,8 +175,8 @@ class RunLog:
             if file.events.end():
                 self.joined.cut_off += 1
             self._close_event(file)
-        for at, mark, line in file.lines.end() if file.lines is not None else ():
-            self._take_line(file, at, mark, line)
+        for mark, line in file.lines.end() if file.lines is not None else ():
+            self._take_line(file, mark, line)
         for process in file.processes.values():
             for record in process.parser.end():
                 record.whole = record.whole and not cut
@@ -218,58 +215,10 @@ class RunLog:
     def _emit(self, *, include_newest: bool) -> list[LoggedStep]:
         """The complete steps that were not emitted yet; the newest may still grow."""
         until = len(self._waiting) if include_newest else len(self._waiting) - 1
-        steps = [_step(self.framework, record, restart) for record, restart in self._waiting[: max(until, 0)]]
+        steps = []
+        for record, restart in self._waiting[: max(until, 0)]:
+            values = dict(record.values)
+            saved = any(values.get(self.framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
+            steps.append(LoggedStep(record.step, values, restart, periodic_work(self.framework, values), saved))
         del self._waiting[: len(steps)]
         return steps
-
-
-def _step(framework: LogFramework, record: StepRecord, restart: bool) -> LoggedStep:
-    saved = any(record.values.get(framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
-    return LoggedStep(record.step, dict(record.values), restart, periodic_work(framework, record.values), saved)
-
-
-# ---- bytes -----------------------------------------------------------------------------------------------------------
-
-
-class LineBytes:
-    """Splits a text file into lines that contain a needle, each with its number and process."""
-
-    def __init__(self, needles: tuple[bytes, ...], line_start: re.Pattern[str] | None = None) -> None:
-        self.count = 0
-        self._needles = needles
-        self._wraps = WrappedLines(line_start)
-        self._rest = b""
-
-    def take(self, data: bytes) -> Iterator[tuple[int, str, LogLine]]:
-        """The lines completed by these bytes. A carriage return ends a line too: progress bars use it."""
-        # A file truncated under its writer begins with zeros.
-        data = data.replace(b"\r", b"\n").replace(b"\0", b"")
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
-            # No log has such lines: dropped, so that no file fills the memory.
-            self._rest = b""
-        for line in whole:
-            self.count += 1
-            # A line after one that may be wrapped is always checked.
-            if self._wraps.holds or any(needle in line for needle in self._needles):
-                yield from self._numbered(self._wraps.take(_text(line[:MAX_LINE_BYTES])))
-
-    def quiet(self) -> Iterator[tuple[int, str, LogLine]]:
-        """Nothing came for a while: release the line held back."""
-        yield from self._numbered(self._wraps.end())
-
-    def end(self) -> Iterator[tuple[int, str, LogLine]]:
-        """The last line if it has no newline: it may be cut off."""
-        rest, self._rest = self._rest, b""
-        if rest.strip():
-            self.count += 1
-            yield from self._numbered(self._wraps.take(_text(rest), whole=False))
-        yield from self._numbered(self._wraps.end())
-
-    def _numbered(self, lines: Iterator[tuple[str, LogLine]]) -> Iterator[tuple[int, str, LogLine]]:
-        for mark, line in lines:
-            yield self.count, mark, line
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", errors="replace")

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.core.errors import InputError
+from trimtab.formats import job
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.frameworks.registry import framework_of
 from trimtab.formats.load import load
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs import measured
@@ -20,19 +23,9 @@ from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, StepRecord
 from trimtab.model.plan import CurrentPlacement
-from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import Cluster
+from trimtab.model.workflow import Cluster, ComponentProfile, Profile
 
 WEIGHT_SYNC = "weight_sync"
-REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "verl": ("rollout", "update_actor"),
-    "rlinf": ("rollout", "actor"),
-    "nemo_rl": ("generation", "policy"),
-    "openrlhf": ("rollout", "actor"),
-}
-"""Components that every run has; a run that warms up its critic logs them later."""
-
-_VERL_MODES = ("colocate_async", "separate_async")
 
 
 @dataclass(frozen=True)
@@ -60,34 +53,15 @@ class RunConfig:
 
     def framework(self) -> str | None:
         """The framework of the config; None for trimtab's job file."""
-        from trimtab.formats import job
-        from trimtab.formats.frameworks.hydra_config import compose
-        from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
-        from trimtab.formats.frameworks.openrlhf import config as openrlhf
-        from trimtab.formats.frameworks.rlinf import config as rlinf
-        from trimtab.formats.frameworks.verl import config as verl
-
         composed = compose(self.path, self.overrides)
-        if job.matches(composed.config):
-            return None
-        known = (rlinf, verl, nemo_rl, openrlhf)
-        return next((framework.NAME for framework in known if framework.matches(composed.reader)), None)
+        kind = None if job.matches(composed.config) else framework_of(composed.reader)
+        return None if kind is None else kind.NAME
 
     def asynchronous(self) -> str | None:
-        """The mode if generation runs beside training, else None."""
-        from trimtab.formats.frameworks.hydra_config import compose
-
+        """The mode if generation runs beside training and timers contain waits, else None."""
         reader = compose(self.path, self.overrides).reader
-        if reader.has("async_training"):
-            return "fully_async"
-        if reader.has("actor_rollout_ref") and reader.has("rollout.nnodes"):
-            return "one_step_off"
-        if reader.has("vllm.num_engines"):
-            return None  # OpenRLHF's timers exclude waits, also side by side
-        if reader.get("grpo.async_grpo.enabled", False) is True:
-            return "asynchronous GRPO"
-        mode = reader.get("trainer.v1.trainer_mode", "sync")
-        return mode if mode in _VERL_MODES and reader.get("trainer.use_v1", True) is True else None
+        kind = framework_of(reader)
+        return None if kind is None else kind.asynchronous(reader)
 
 
 @dataclass(frozen=True)
@@ -111,7 +85,6 @@ class TimerReading:
         return {name: sample.seconds for name, (sample,) in samples.items()}
 
     def costs(self, step: LoggedStep) -> dict[str, float]:
-        """The cost of each component in a step, where known."""
         waits = {*self.waits, *self.framework.waiting(frozenset(step.values))}
         return {name: taken for name, taken in self.seconds(step).items() if name not in waits and taken > 0}
 
@@ -121,7 +94,6 @@ class TimerReading:
         return total if total > 0 and not step.extra else None
 
     def length(self, step: LoggedStep) -> float | None:
-        """Mean response length in tokens."""
         return self.framework.token_counts(step.values)[1]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,7 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 CompletionCurve = tuple[tuple[float, float], ...]
 
 
-@dataclass(frozen=True)
-class _AnswerLength:
-    length: float
-    prompt: str | None
+_Answer = tuple[float, str | None]  # length and prompt
 
 
 def looks_like_dump(path: Path) -> bool:
@@ -48,7 +44,7 @@ def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[Completi
         raise InputError("--group-size is 1 or more")
     files = [file for path in paths for file in _dump_files(path)]
     units: set[str] = set()
-    steps: dict[tuple[str, str], list[_AnswerLength]] = {}
+    steps: dict[tuple[str, str], list[_Answer]] = {}
     skipped = 0
     for file in files:
         for line in read_lines(file):
@@ -102,16 +98,14 @@ def _time_of(share: float, lengths: Sequence[float]) -> float:
     return (below + (lengths[whole] - below) * (position - whole)) / lengths[-1]
 
 
-def _group_lengths(answers: Sequence[_AnswerLength], group_size: int | None) -> list[float]:
-    if group_size is None and all(answer.prompt is not None for answer in answers):
+def _group_lengths(answers: Sequence[_Answer], group_size: int | None) -> list[float]:
+    if group_size is None and all(prompt is not None for _, prompt in answers):
         by_prompt: dict[str | None, float] = {}
-        for answer in answers:
-            by_prompt[answer.prompt] = max(answer.length, by_prompt.get(answer.prompt, 0.0))
+        for length, prompt in answers:
+            by_prompt[prompt] = max(length, by_prompt.get(prompt, 0.0))
         return sorted(by_prompt.values())
     size = group_size or 1
-    return sorted(
-        max(answer.length for answer in answers[start : start + size]) for start in range(0, len(answers), size)
-    )
+    return sorted(max(length for length, _ in answers[at : at + size]) for at in range(0, len(answers), size))
 
 
 def _dump_files(path: Path) -> Iterator[Path]:
@@ -134,7 +128,7 @@ def _json(line: LogLine) -> Mapping[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _AnswerLength | None:
+def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _Answer | None:
     if data is None or isinstance(data.get("data"), dict):
         return None
     prompt = data.get("input", data.get("prompt"))
@@ -145,10 +139,10 @@ def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _AnswerLength | 
             value = len(value)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_TOKENS:
             units.add("tokens")
-            return _AnswerLength(float(value), prompt)
+            return (float(value), prompt)
     for key in TEXT_KEYS:
         value = data.get(key)
         if isinstance(value, str):
             units.add("characters, as the dump has no token counts")
-            return _AnswerLength(float(len(value)), prompt)
+            return (float(len(value)), prompt)
     return None

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.model.profile import ComponentProfile
+from trimtab.model.workflow import ComponentProfile
 
 WARMUP_STEPS = 2
 """Steps dropped at the start of a run: compilation, CUDA graphs and cold caches make them slower."""

@@ -14,21 +14,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.core.errors import InputError, unknown
-from trimtab.formats.frameworks.nemo_rl.log import NEMO_RL
-from trimtab.formats.frameworks.openrlhf.log import OPENRLHF
-from trimtab.formats.frameworks.rlinf.log import RLINF
-from trimtab.formats.frameworks.verl.log import VERL
+from trimtab.formats.frameworks import registry
 from trimtab.formats.logs import gpus as logs_gpus
 from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import measured
 from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.measured import CostSample
-from trimtab.formats.logs.records import LogFramework, StepRecord, raw_lines
-from trimtab.formats.logs.wrapped_lines import unwrapped
-from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.formats.logs.records import LogFramework, StepRecord, read_lines
+from trimtab.model.workflow import ComponentProfile, Profile
 
-FRAMEWORKS: Mapping[str, LogFramework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}
+FRAMEWORKS: Mapping[str, LogFramework] = {name: framework.LOG for name, framework in registry.FRAMEWORKS.items()}
 
 OVERLAP = 1.15
 """Components whose times sum to more than this share of their step ran side by side."""
@@ -82,7 +78,6 @@ class JoinedSteps:
         return True
 
     def steps(self, warmup: int) -> list[StepRecord]:
-        """The steps without the warm-up of every piece."""
         return [record for piece in self.pieces for record in piece[warmup:]]
 
 
@@ -105,9 +100,7 @@ def read(
     files = list(itertools.chain.from_iterable(files_of(path) for path in paths))
     source = framework_named(framework) if framework else detect(files)
     given = facts or RunFacts()
-    facts = given
-    if config is not None:
-        facts = given.with_defaults(logs_gpus.from_config(config, source.name))
+    facts = given if config is None else given.with_defaults(logs_gpus.from_config(config, source.name))
     run = _join(source, files)
     steps = run.steps(warmup)
     found = sum(len(piece) for piece in run.pieces)
@@ -124,7 +117,7 @@ def read(
     samples = samples_of(source, steps, facts)
     logs_gpus.check_names(given, samples)
     curve = rollout_lengths.read(lengths, group_size) if lengths else ((), ())
-    return _profile(source, run, steps, samples, facts, warmup, kind, curve)
+    return _profile(run, warmup, samples, facts, kind, curve)
 
 
 def detect(files: Sequence[Path]) -> LogFramework:
@@ -136,7 +129,7 @@ def detect(files: Sequence[Path]) -> LogFramework:
                     if scalar.tag.startswith(framework.prefix):
                         return framework
             continue
-        for line in unwrapped(raw_lines(path), VERL.line_start):
+        for line in read_lines(path, line_start=FRAMEWORKS["verl"].line_start):
             for framework in FRAMEWORKS.values():
                 if framework.marker.search(line.text):
                     return framework
@@ -148,10 +141,10 @@ def detect(files: Sequence[Path]) -> LogFramework:
 
 
 def framework_named(name: str) -> LogFramework:
-    known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
-    if name.lower() not in known:
+    known = {"nemo": "nemo_rl"}.get(name.lower(), name.lower().replace("-", "_"))
+    if known not in FRAMEWORKS:
         raise unknown(name.lower(), FRAMEWORKS, what="--framework {} is not known")
-    return known[name.lower()]
+    return FRAMEWORKS[known]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -172,7 +165,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[StepRecord]:
     if not tensorboard_events.is_event_file(path):
-        yield from framework.parse(unwrapped(raw_lines(path), framework.line_start))
+        yield from framework.parse(path)
         return
 
     def cut_off() -> None:
@@ -205,27 +198,26 @@ def disagree(framework: LogFramework, record: StepRecord, other: StepRecord) -> 
 
 
 def _profile(
-    framework: LogFramework,
     run: JoinedSteps,
-    steps: list[StepRecord],
+    warmup: int,
     samples: dict[str, list[CostSample]],
     facts: RunFacts,
-    warmup: int,
     kind: str,
     completion: tuple[rollout_lengths.CompletionCurve, tuple[str, ...]],
 ) -> Profile:
+    framework, steps = run.framework, run.steps(warmup)
     if not samples:
+        alternatives = itertools.chain.from_iterable(framework.parts.values())
         raise InputError(
             f"no component's time is among what this {framework.name} log holds",
-            hint=f"timers read are: {', '.join(framework.prefix + name for name in _timers(framework))}",
+            hint=f"timers read are: {', '.join(framework.prefix + timers[0] for timers in alternatives)}",
         )
     missing = [name for name in samples if facts.gpus(name) is None]
     if missing:
         raise InputError(
             f"the log does not state the number of GPUs of: {', '.join(missing)}", hint=logs_gpus.GPUS_HINT
         )
-    notes = _step_notes(framework, run, steps, warmup)
-    iteration = _iteration(framework, steps)
+    notes = _step_notes(run, warmup)
     waits, derived = waits_of(framework, steps, samples, facts)
     if derived:
         notes.append(
@@ -248,8 +240,11 @@ def _profile(
         drift = measured.drift_note(component, taken, by_length=name not in _NO_TOKENS)
         if drift:
             notes.append(drift)
-    if iteration is not None:
-        notes.append(_iteration_note(iteration, components))
+    totals = [record.values[framework.prefix + framework.total] for record in _plain_steps(framework, steps)]
+    if totals:
+        explained = sum(component.seconds[0][1] for component in components if not component.waits)
+        took = f"an iteration took {statistics.median(totals):.4g} s"
+        notes.append(f"{took}, the components that are costs {explained:.4g} s")
     if not components:
         raise InputError("every component's time in this log is 0")
     return Profile(framework.name, tuple(components), (*notes, *completion[1]))
@@ -264,7 +259,8 @@ def waits_of(
     """
     waits = framework.waiting(frozenset(name for record in steps for name in record.values))
     if facts.asynchronous:
-        waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
+        first = next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
+        waits.setdefault(first, f"in {facts.asynchronous} mode it runs beside the training")
     overlap = None if framework.timers_exclude_waits else _overlap(framework, steps, samples, waits)
     if overlap is None:
         return waits, False
@@ -318,14 +314,6 @@ def seconds_of(framework: LogFramework, component: str, record: StepRecord) -> f
     return None
 
 
-def _timers(framework: LogFramework) -> list[str]:
-    return [timers[0] for alternatives in framework.parts.values() for timers in alternatives]
-
-
-def _first(samples: Mapping[str, object]) -> str:
-    return next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
-
-
 def periodic_work(framework: LogFramework, values: Mapping[str, float]) -> tuple[str, ...]:
     """Noticeable timers of validation, checkpoints etc. in a step: its total is not an iteration's."""
     total = values.get(framework.prefix + framework.total, 0.0)
@@ -336,11 +324,6 @@ def _plain_steps(framework: LogFramework, steps: Iterable[StepRecord]) -> list[S
     """Steps with a total and without periodic work: only their totals are an iteration's."""
     total = framework.prefix + framework.total
     return [r for r in steps if r.values.get(total, 0.0) > 0 and not periodic_work(framework, r.values)]
-
-
-def _iteration(framework: LogFramework, steps: Iterable[StepRecord]) -> float | None:
-    totals = [r.values[framework.prefix + framework.total] for r in _plain_steps(framework, steps)]
-    return statistics.median(totals) if totals else None
 
 
 def _overlap(
@@ -356,7 +339,8 @@ def _overlap(
     return f"the components together take {statistics.median(ratios):.2f} times their step, so they ran side by side"
 
 
-def _step_notes(framework: LogFramework, run: JoinedSteps, steps: list[StepRecord], warmup: int) -> list[str]:
+def _step_notes(run: JoinedSteps, warmup: int) -> list[str]:
+    framework, steps = run.framework, run.steps(warmup)
     notes: list[str] = []
     found = sum(len(piece) for piece in run.pieces)
     numbers = f"steps {steps[0].step} to {steps[-1].step}" if len(run.pieces) == 1 else "all pieces"
@@ -383,11 +367,6 @@ def _step_notes(framework: LogFramework, run: JoinedSteps, steps: list[StepRecor
     if idle:
         notes.append(f"waits, hence no costs, and left out: {', '.join(sorted(idle))}")
     return notes
-
-
-def _iteration_note(iteration: float, components: Iterable[ComponentProfile]) -> str:
-    explained = sum(component.seconds[0][1] for component in components if not component.waits)
-    return f"an iteration took {iteration:.4g} s, the components that are costs {explained:.4g} s"
 
 
 def _steps(count: int) -> str:

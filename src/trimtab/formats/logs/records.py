@@ -3,6 +3,11 @@
 A `LogFramework` describes how its lines are parsed and what its timers mean; the readers treat all frameworks alike.
 Lines are cleaned here (colours, Ray's prefixes, carriage returns of progress bars). Garbage is never an error: a line
 that is not understood is not a record.
+
+A console line of metrics, separated by ` - `, is often copied from a window of 80 or 120 columns: it then continues in
+lines of the same width without the prefix of its process, broken anywhere, also inside a name or a number. What must
+never happen: half a number is read, or an unrelated line is joined. So a line that may continue is held back until the
+next one decides.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -59,14 +65,43 @@ class LogParser(Protocol):
 
 
 @dataclass(frozen=True)
+class LineParser:
+    """The parser of a framework that logs each step in a line."""
+
+    read: Callable[[LogLine], StepRecord | None]
+
+    def take(self, line: LogLine) -> tuple[StepRecord, ...]:
+        record = self.read(line)
+        return () if record is None else (record,)
+
+    def end(self) -> tuple[StepRecord, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A component's time is a wait in a run that logs one of `timers` (a prefix if it ends in /), but no `unless`."""
+
+    component: str
+    timers: tuple[str, ...]
+    reason: str
+    unless: tuple[str, ...] = ()
+
+    def applies(self, names: frozenset[str]) -> bool:
+        starts = tuple(timer for timer in self.timers if timer.endswith("/"))
+        logged = not names.isdisjoint(self.timers) or any(name.startswith(starts) for name in names if starts)
+        return logged and names.isdisjoint(self.unless)
+
+
+@dataclass(frozen=True)
 class LogFramework:
     """How a training framework logs.
 
     - A line without any of the `needles` is skipped.
     - `parts` maps a component to alternatives, each a set of timers to add up; the first one with any timer counts.
-    - `waiting` takes all names that a run logged and returns the components whose times are waits, with the reason.
-    - `token_counts` returns (response tokens of the step, mean response length), each None if unknown.
-    - `reward` is the name of a step's mean reward.
+    - `waits` are the times that contain waiting; of several reasons for a component the first counts.
+    - `lengths` are names of the mean response length, `answers` the number of responses; `tokens` counts all tokens.
+    - `reward` is the name of a step's mean reward; `kept` are prefixes of further values that are used.
     - `timers_exclude_waits`: timers contain no waiting, even where components run side by side.
     - `last` is the component whose timer may start before its input is there.
     - `other_timers` are timers of no component that are part of a step.
@@ -77,31 +112,60 @@ class LogFramework:
     name: str
     supported_logs: str
     prefix: str
-    kept_prefixes: tuple[str, ...]
     marker: re.Pattern[str]
     parser: Callable[[], LogParser]
     needles: tuple[bytes, ...]
     parts: Mapping[str, tuple[tuple[str, ...], ...]]
     total: str
-    periodic: tuple[str, ...]
-    idle: tuple[str, ...]
-    waiting: Callable[[frozenset[str]], dict[str, str]]
-    token_counts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
+    periodic: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    lengths: tuple[str, ...] = ()
+    answers: str = ""
+    tokens: Callable[[Mapping[str, float]], float | None] | None = None
     reward: str = ""
+    kept: tuple[str, ...] = ()
     timers_exclude_waits: bool = False
     last: str = ""
     other_timers: tuple[str, ...] = ()
     line_start: re.Pattern[str] | None = None
 
+    @cached_property
+    def _kept(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.prefix, *self.lengths, self.answers, self.reward, *self.kept)))
+
     def keeps(self, name: str) -> bool:
         """Whether a logged value is used; the rest is dropped early, as logs are large."""
-        return name.startswith(self.kept_prefixes)
+        return name.startswith(self._kept)
 
-    def parse(self, lines: Iterable[LogLine]) -> Iterator[StepRecord]:
+    def parse(self, path: Path) -> Iterator[StepRecord]:
+        """The records of a text log. Raises InputError."""
         parser = self.parser()
-        for line in lines:
+        for line in read_lines(path, self.needles, self.line_start):
             yield from parser.take(line)
         yield from parser.end()
+
+    def metrics(self, text: str, between: str, sign: str, named: Callable[[str], str] = str) -> dict[str, float]:
+        """The used values of a line of `name<sign>number`, under the names that `named` gives them."""
+        values = {}
+        for item in text.split(between):
+            name, found, value = item.rpartition(sign)
+            key = named(name.strip())
+            if found and self.keeps(key) and (read := number(value)) is not None:
+                values[key] = read
+        return values
+
+    def waiting(self, names: frozenset[str]) -> dict[str, str]:
+        """The components whose times are waits in a run that logs these names, with the reason."""
+        return {wait.component: wait.reason for wait in reversed(self.waits) if wait.applies(names)}
+
+    def token_counts(self, values: Mapping[str, float]) -> tuple[float | None, float | None]:
+        """(response tokens of the step, mean response length), each None if unknown."""
+        length = next((found for name in self.lengths if (found := values.get(name, 0.0)) > 0), None)
+        if self.tokens is not None:
+            return self.tokens(values), length
+        answers = values.get(self.answers, 0.0)
+        return length * answers if length and answers > 0 else None, length
 
 
 @dataclass(frozen=True)
@@ -110,25 +174,6 @@ class LogLine:
 
     text: str
     whole: bool = True
-
-
-def read_lines(path: Path) -> Iterator[LogLine]:
-    """The cleaned lines of a log, of bounded length. Raises InputError."""
-    return (LogLine(clean(raw), whole) for raw, whole in raw_lines(path))
-
-
-def raw_lines(path: Path) -> Iterator[tuple[str, bool]]:
-    """The raw lines of a log, and whether each is whole."""
-    try:
-        with path.open("rb") as file:
-            while data := file.readline(MAX_LINE_BYTES):
-                whole = data.endswith(b"\n")
-                # A progress bar redraws itself with carriage returns: each state counts as a line.
-                parts = data.decode("utf-8", errors="replace").rstrip("\n").split("\r")
-                for position, part in enumerate(parts):
-                    yield part, whole or position < len(parts) - 1
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from None
 
 
 def uncoloured(text: str) -> str:
@@ -172,8 +217,139 @@ def step_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_STEP_DIGITS else None
 
 
-def tokens_of(mean_length: float | None, answers: float | None) -> tuple[float | None, float | None]:
-    """(all response tokens, mean length), each None if unknown."""
-    length = mean_length if mean_length and mean_length > 0 else None
-    total = length * answers if length and answers and answers > 0 else None
-    return total, length
+NARROWEST, WIDEST = 40, 320
+"""Widths of windows from which logs are copied; wider lines were not wrapped."""
+
+MAX_PIECES = 1_000
+TRIMMED = 2
+"""Columns that a wrapped line may lack, where trailing blanks were lost."""
+
+_WORDS = frozenset(("nan", "inf", "-inf", "True", "False", "None"))
+
+
+class WrappedLines:
+    """Joins wrapped lines. `line_start` finds the start of a line that may be wrapped."""
+
+    def __init__(self, line_start: re.Pattern[str] | None) -> None:
+        self._starts = line_start
+        self._open = ""
+        self._pieces = 0
+        self._width = self._last = 0
+
+    @property
+    def holds(self) -> bool:
+        return self._pieces > 0
+
+    def take(self, raw: str, whole: bool = True) -> Iterator[tuple[str, LogLine]]:
+        """The lines that are complete now, each with its process."""
+        if self._pieces and self._continues(raw):
+            self._join(raw)
+            if whole and self._pieces < MAX_PIECES and self._last >= self._width - TRIMMED:
+                return
+            yield from self._release(whole)
+            return
+        yield from self._release(whole=True)
+        text = uncoloured(raw)
+        if whole and self._starts and NARROWEST <= len(text) <= WIDEST and self._starts.search(text):
+            self._open, self._pieces, self._width, self._last = text, 1, len(text), len(text)
+        else:
+            yield process_of(raw), LogLine(clean(raw), whole)
+
+    def end(self) -> Iterator[tuple[str, LogLine]]:
+        """The line held back: nothing follows."""
+        yield from self._release(whole=True)
+
+    def _release(self, whole: bool) -> Iterator[tuple[str, LogLine]]:
+        if self._pieces:
+            raw, self._open, self._pieces = self._open, "", 0
+            yield process_of(raw), LogLine(clean(raw), whole)
+
+    def _continues(self, raw: str) -> bool:
+        text = uncoloured(raw)
+        if not text.strip() or len(text) > self._width or process_of(raw) or self._last < self._width - TRIMMED:
+            return False
+        before = self._open.rpartition(" - ")[2]
+        cut = not _is_item(before)
+        if not cut and self._starts and (begun := self._starts.search(text)) and not begun.start():
+            return False  # the next step
+        if self._pieces == 1 and not cut and " - " not in f" {text} ":
+            return False  # a lone number or word: not a continuation
+        items = _joined(before, text).split(" - ")
+        if len(text) >= self._width - TRIMMED:
+            items.pop()  # it may itself be cut
+        return all(_is_item(item) for item in items if item.strip(" -"))
+
+    def _join(self, raw: str) -> None:
+        text = uncoloured(raw)
+        self._open = _joined(self._open, text)
+        self._pieces += 1
+        self._last = len(text)
+
+
+def _joined(before: str, after: str) -> str:
+    """Two pieces of a line, with the lost blank between them restored."""
+    lost = (before.endswith(" -") and not after.startswith(" ")) or (
+        after.startswith("- ") and not before.endswith(" ")
+    )
+    return f"{before} {after}" if lost else before + after
+
+
+def _is_item(text: str) -> bool:
+    name, colon, value = text.strip().rpartition(":")
+    return (
+        bool(colon and name) and not any(c.isspace() for c in name) and (number(value) is not None or value in _WORDS)
+    )
+
+
+class LineBytes:
+    """Splits a text file into lines that contain a needle, each with its process; `count` is its number."""
+
+    def __init__(self, needles: tuple[bytes, ...], line_start: re.Pattern[str] | None = None) -> None:
+        self.count = 0
+        self._needles = needles
+        self._wraps = WrappedLines(line_start)
+        self._rest = b""
+
+    def take(self, data: bytes) -> Iterator[tuple[str, LogLine]]:
+        """The lines completed by these bytes. A carriage return ends a line too: progress bars use it."""
+        # A file truncated under its writer begins with zeros.
+        data = data.replace(b"\r", b"\n").replace(b"\0", b"")
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            # No log has such lines: dropped, so that no file fills the memory.
+            self._rest = b""
+        for line in whole:
+            self.count += 1
+            # A line after one that may be wrapped is always checked.
+            if self._wraps.holds or any(needle in line for needle in self._needles):
+                yield from self._wraps.take(_decoded(line[:MAX_LINE_BYTES]))
+
+    def quiet(self) -> Iterator[tuple[str, LogLine]]:
+        """Nothing came for a while: release the line held back."""
+        yield from self._wraps.end()
+
+    def end(self) -> Iterator[tuple[str, LogLine]]:
+        """The last line if it has no newline: it may be cut off."""
+        rest, self._rest = self._rest, b""
+        if rest.strip():
+            self.count += 1
+            yield from self._wraps.take(_decoded(rest), whole=False)
+        yield from self._wraps.end()
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+def read_lines(
+    path: Path, needles: tuple[bytes, ...] = (b"",), line_start: re.Pattern[str] | None = None
+) -> Iterator[LogLine]:
+    """The lines of a log that contain a needle, with wrapped ones joined. Raises InputError."""
+    lines = LineBytes(needles, line_start)
+    try:
+        with path.open("rb") as file:
+            while data := file.read(MAX_LINE_BYTES):
+                yield from (line for _, line in lines.take(data))
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    yield from (line for _, line in lines.end())

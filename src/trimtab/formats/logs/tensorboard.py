@@ -83,7 +83,6 @@ class EventBytes:
         return found
 
     def end(self) -> bool:
-        """Whether the file ends in a cut-off record."""
         return bool(self._rest) or self.broken
 
 

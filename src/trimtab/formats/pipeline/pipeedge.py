@@ -3,14 +3,19 @@
 Reading gives a checked `PipelineJob` or an InputError that names file and key; input with a single possible meaning is
 accepted with a warning, and nothing is guessed. Only what the job needs is checked, so that an unfinished profile of
 another model does no harm.
+
+A schedule is also written as an uneven split for serving engines and trainers. These count whole decoder blocks and
+give stage n to pipeline rank n; they do not take hosts. So the schedule must be cut between blocks, and the hosts are
+listed beside the split in rank order.
 """
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +23,7 @@ from pydantic import Field
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from trimtab.core.errors import InputError, meant, nearest
+from trimtab.core.errors import InfeasibleError, InputError, meant, nearest
 from trimtab.formats import sections, yaml_text
 from trimtab.formats.sections import Made, OpenSection, Section, Within, checked_by
 from trimtab.formats.yaml_text import Source
@@ -125,7 +130,7 @@ def load(
 ) -> LoadedPipeline:
     """Read the job from three files, or four. Raises InputError."""
     warnings: list[str] = []
-    dtype = canonical_dtype(request.dtype)
+    request = replace(request, dtype=canonical_dtype(request.dtype))
     for name, value, minimum in (
         ("--batch-size", request.batch_size, 1),
         ("--buffers-in", request.buffers_in, 0),
@@ -144,7 +149,7 @@ def load(
             hint="give the number of profiled layers that make up one block",
         )
     hosts = _hosts(devices)
-    kinds = _types(types, devices, hosts, model, request.batch_size, dtype, warnings)
+    kinds = _types(types, devices, hosts, model, request, warnings)
     known = [host.name for host in hosts]
     for option, end in (("--source", request.source), ("--sink", request.sink)):
         if end is not None and end not in known:
@@ -153,16 +158,9 @@ def load(
         model,
         kinds,
         tuple(host for host in hosts if any(kind.name == host.type for kind in kinds)),
-        request.batch_size,
-        ELEMENT_BYTES[dtype],
-        request.buffers_in,
-        request.buffers_out,
-        request.headroom,
-        _links(links, known) if links is not None else (),
-        request.source,
-        request.sink,
-        request.max_devices,
-        request.cut_every,
+        element_bytes=ELEMENT_BYTES[request.dtype],
+        links=_links(links, known) if links is not None else (),
+        **{name: value for name, value in vars(request).items() if name not in ("model", "dtype")},
     )
     return LoadedPipeline(job, tuple(warnings))
 
@@ -220,13 +218,7 @@ def _hosts(path: Path) -> tuple[Host, ...]:
 
 
 def _types(
-    path: Path,
-    devices: Path,
-    hosts: tuple[Host, ...],
-    model: ModelChain,
-    batch_size: int,
-    dtype: str,
-    warnings: list[str],
+    path: Path, devices: Path, hosts: Sequence[Host], model: ModelChain, request: PartitionRequest, warnings: list[str]
 ) -> tuple[DeviceType, ...]:
     source, data = yaml_text.read_named(path)
     by_name = {str(name): entry for name, entry in data.items()}
@@ -247,39 +239,26 @@ def _types(
         entry = sections.read(TypeEntry, by_name[name], source, name)
         time_s: tuple[float, ...] = ()
         if model.layers:
-            time_s, seen = _profile(entry, name, model, batch_size, dtype, source, warnings)
+            time_s, seen = _profile(entry, name, model, request, source, warnings)
             others |= seen
         out.append(DeviceType(name, entry.bw_mbps, entry.mem_mb, time_s))
     if model.layers and not any(kind.time_s for kind in out if any(host.type == kind.name for host in hosts)):
-        _no_profile(path, devices, hosts, model, batch_size, dtype, others)
+        if not hosts:
+            raise InputError("no hosts are listed", where=str(devices), hint="list at least one under its device type")
+        what, hint = f"no device has a profile of {model.name}", "profile its layers on at least one device"
+        if others:
+            what += f" for {_settings({(request.batch_size, request.dtype)})}"
+            hint = f"there are profiles for {_settings(others)}"
+        raise InputError(what, where=str(path), hint=hint)
     return tuple(out)
 
 
-def _no_profile(
-    path: Path,
-    devices: Path,
-    hosts: tuple[Host, ...],
-    model: ModelChain,
-    batch_size: int,
-    dtype: str,
-    others: set[tuple[int, str]],
-) -> None:
-    if not hosts:
-        raise InputError("no hosts are listed", where=str(devices), hint="list at least one under its device type")
-    if others:
-        there = ", ".join(f"batch size {size} with torch.{kind}" for size, kind in sorted(others))
-        raise InputError(
-            f"no device has a profile of {model.name} for batch size {batch_size} with torch.{dtype}",
-            where=str(path),
-            hint=f"there are profiles for {there}",
-        )
-    raise InputError(
-        f"no device has a profile of {model.name}", where=str(path), hint="profile its layers on at least one device"
-    )
+def _settings(profiled: set[tuple[int, str]]) -> str:
+    return ", ".join(f"batch size {size} with torch.{kind}" for size, kind in sorted(profiled)) or "none"
 
 
 def _profile(
-    entry: TypeEntry, name: str, model: ModelChain, batch_size: int, dtype: str, source: Source, warnings: list[str]
+    entry: TypeEntry, name: str, model: ModelChain, request: PartitionRequest, source: Source, warnings: list[str]
 ) -> tuple[tuple[float, ...], set[tuple[int, str]]]:
     """(times of a model on a device type, settings it was profiled with)."""
     where = f"{source.name}: {name}"
@@ -292,21 +271,19 @@ def _profile(
         raise source.error("a list of profiles is expected", *keys)
     found: tuple[float, ...] = ()
     seen = set()
+    wanted = (request.batch_size, request.dtype)
     for at, row in enumerate(rows):
         profile = sections.read(ProfileEntry, row, source, *keys, at)
-        if (profile.batch_size, profile.dtype) == (batch_size, dtype):
-            if (batch_size, dtype) in seen:
+        if (profile.batch_size, profile.dtype) == wanted:
+            if wanted in seen:
                 place = source.place(*keys, at)
                 warnings.append(f"{place} is a second profile of the same settings: the last one counts")
             _same_length(profile.time_s, model.layers, source, *keys, at, "time_s")
             found = tuple(profile.time_s)
         seen.add((profile.batch_size, profile.dtype))
     if not found:
-        there = ", ".join(f"batch size {size} with torch.{kind}" for size, kind in sorted(seen)) or "none"
-        warnings.append(
-            f"{where} has no profile of {model.name} for batch size {batch_size} with torch.{dtype} "
-            f"(there is: {there}): its hosts hold no layers"
-        )
+        there = f"{_settings({wanted})} (there is: {_settings(seen)})"
+        warnings.append(f"{where} has no profile of {model.name} for {there}: its hosts hold no layers")
     return found, seen
 
 
@@ -387,3 +364,55 @@ def devices_yaml(hosts: Mapping[str, list[str]]) -> str:
     for kind, names in hosts.items():
         out += f"{scalar(kind)}:\n" + "".join(f"- {scalar(name)}\n" for name in names)
     return out or "{}\n"
+
+
+class SplitTarget(str, enum.Enum):
+    """Software that runs the stages."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    megatron = "megatron"
+
+
+def split_lines(schedule: Schedule, engine: SplitTarget, layers_per_block: int = 1) -> str:
+    """Shell text: the split as an environment variable or flags, and the hosts in rank order as a comment."""
+    sizes = [(stage.last - stage.first + 1) // layers_per_block for stage in schedule.stages]
+    if not sizes:
+        raise InfeasibleError("there are no layers to split")
+    listed = ",".join(map(str, sizes))
+    hosts = " ".join(stage.host for stage in schedule.stages)
+    count = len(sizes)
+    if engine is SplitTarget.vllm:
+        lines = [f'export VLLM_PP_LAYER_PARTITION="{listed}"', f"# vllm serve ... --pipeline-parallel-size {count}"]
+    elif engine is SplitTarget.sglang:
+        lines = [
+            f'export SGLANG_PP_LAYER_PARTITION="{listed}"',
+            f"# python -m sglang.launch_server ... --pp-size {count}",
+        ]
+    else:
+        lines = [
+            f"--num-layers {sum(sizes)} --pipeline-model-parallel-size {count} "
+            f'--pipeline-model-parallel-layout "{layout(sizes)}"'
+        ]
+        inner = sizes[1:-1]
+        if inner and len(set(inner)) == 1 and len(set(sizes)) > 1:
+            lines.append(
+                f"# the same without a layout: --decoder-first-pipeline-num-layers {sizes[0]} "
+                f"--decoder-last-pipeline-num-layers {sizes[-1]}"
+            )
+    return "\n".join([*lines, f"# pipeline ranks 0 to {count - 1} on: {hosts}"]) + "\n"
+
+
+def layout(sizes: list[int]) -> str:
+    """Megatron's layout: embedding with the first stage, loss with the last, equal neighbours folded."""
+    if len(sizes) == 1:
+        return f"E{_layers(sizes[0])}L"
+    parts = [f"E{_layers(sizes[0])}|"]
+    for size, run in groupby(sizes[1:-1]):
+        count = len(list(run))
+        parts.append(f"{_layers(size)}|" if count == 1 else f"({_layers(size)}|)*{count}")
+    return "".join(parts) + f"{_layers(sizes[-1])}L"
+
+
+def _layers(count: int) -> str:
+    return "t" * count if count <= 2 else f"t*{count}"

@@ -24,7 +24,7 @@ from trimtab.model.plan import FrameworkRules, Plan
 from trimtab.model.run import DecisionNumbers, MigrationCost, ReplanRules
 from trimtab.model.workflow import Cluster, PlacementJob, Workflow
 from trimtab.plan.placement.boxes import FoundPlan
-from trimtab.plan.placement.infeasible import why_infeasible
+from trimtab.plan.placement.compare import why_infeasible
 from trimtab.plan.placement.planner import check_cluster
 from trimtab.plan.placement.search import search
 from trimtab.plan.placement.simulate import GroupingShape, GroupingShapes, Simulator, cells_of, shape_of

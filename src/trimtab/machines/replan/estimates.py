@@ -19,8 +19,8 @@ import numpy as np
 
 from trimtab.model.run import ComponentTiming, CostEstimate, Iteration, ReplanRules
 from trimtab.model.workflow import Component, Workflow
-from trimtab.plan.placement.cost import seconds_at
 from trimtab.plan.placement.simulate import Floats
+from trimtab.plan.placement.space import seconds_at
 
 OUTLIER = math.log(1.25)
 OUTLIER_WIDTHS = 5.0  # spreads; the larger of the two

@@ -11,14 +11,14 @@ schedule. Prices rise for overused classes until one of the two happens or the r
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
 
 from trimtab.model.pipeline import Host, Objective, PipelineJob
 from trimtab.plan.partition.paths import PathFinder, Pieces, price
-from trimtab.plan.partition.reach import candidates
-from trimtab.plan.partition.space import TIE, UNLIMITED, Floats, PartitionSpace
+from trimtab.plan.partition.space import TIE, UNLIMITED, Floats, PartitionSpace, candidates, first_true
 
 EFFORT = 1.5e9
 """Steps after which the order is kept: about five seconds."""
@@ -38,15 +38,11 @@ def lower_bound(space: PartitionSpace, objective: Objective) -> float:
     """A bound on every schedule: unlimited hosts of each class, and at least an equal share of the work."""
     if objective == "latency":
         return PathFinder(space, UNLIMITED).priced(np.zeros(space.classes)).whole
-    values = candidates(space)
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        whole = PathFinder(space, values[middle]).priced(np.zeros(space.classes)).whole
-        low, high = (low, middle) if np.isfinite(whole) else (middle + 1, high)
+    values, endless = candidates(space), np.zeros(space.classes)
+    least = first_true(len(values), lambda at: PathFinder(space, values[at]).priced(endless).whole < np.inf)
     steps = np.arange(space.layers)
     work = float(space.seconds[:, steps, steps + 1].min(axis=0).sum())
-    return max(float(values[high]) if high < len(values) else np.inf, work / space.max_devices)
+    return max(float(values[least]) if least < len(values) else np.inf, work / space.max_devices)
 
 
 def improve(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
@@ -61,25 +57,16 @@ def improve(space: PartitionSpace, order: list[int], objective: Objective) -> tu
             for j in range(i + 1, len(order)):
                 if left <= 0:
                     break
-                for tried in (_exchanged(order, i, j), _moved(order, j, i)):
+                exchanged, moved = list(order), list(order)
+                exchanged[i], exchanged[j] = exchanged[j], exchanged[i]
+                moved.insert(i, moved.pop(j))
+                for tried in (exchanged, moved):
                     left -= 1
                     found = best_in_order(space, tried, objective)
                     if found is not None and (best is None or _better(found[1], best[1])):
                         best, order, better = found, tried, True
                         break
     return best
-
-
-def _exchanged(order: list[int], i: int, j: int) -> list[int]:
-    out = list(order)
-    out[i], out[j] = out[j], out[i]
-    return out
-
-
-def _moved(order: list[int], origin: int, to: int) -> list[int]:
-    out = list(order)
-    out.insert(to, out.pop(origin))
-    return out
 
 
 def _better(a: Score, b: Score) -> bool:
@@ -97,11 +84,11 @@ def best_in_order(space: PartitionSpace, order: list[int], objective: Objective)
         first = _fold(space, order, UNLIMITED, add=False)
         if first is None:
             return None
-        found = _fold(space, order, _bottleneck(space, first) * (1 + TIE), add=True)
+        found = _fold(space, order, max(_times(space, first)) * (1 + TIE), add=True)
     if found is None:
         return None
-    latency, bottleneck = _latency(space, found), _bottleneck(space, found)
-    score = (latency, float(len(found)), 0) if objective == "latency" else (bottleneck, latency, len(found))
+    times = _times(space, found)
+    score = (sum(times), float(len(found)), 0) if objective == "latency" else (max(times), sum(times), len(found))
     return found, score
 
 
@@ -147,14 +134,6 @@ def _fold(space: PartitionSpace, order: list[int], bottleneck: float, *, add: bo
     return tuple(reversed(out))
 
 
-def _bottleneck(space: PartitionSpace, placed: PlacedStages) -> float:
-    return max(_times(space, placed))
-
-
-def _latency(space: PartitionSpace, placed: PlacedStages) -> float:
-    return sum(_times(space, placed))
-
-
 def _times(space: PartitionSpace, placed: PlacedStages) -> list[float]:
     out = [float(space.enter[placed[0][2]]), float(space.leave[placed[-1][2]])]
     out += [float(space.seconds[t, a, b]) for a, b, t in placed]
@@ -182,22 +161,13 @@ def by_prices(space: PartitionSpace, objective: Objective) -> tuple[Pieces | Non
         found, bound = _cheapest(space, UNLIMITED)
         return (found if found is not None else _settled(space, UNLIMITED)[0]), bound
     values = candidates(space)
-    seen: dict[int, tuple[Pieces | None, bool]] = {}
 
+    @cache
     def settled(at: int) -> tuple[Pieces | None, bool]:
-        if at not in seen:
-            seen[at] = _settled(space, float(values[at]))
-        return seen[at]
+        return _settled(space, float(values[at]))
 
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if settled(middle)[0] is not None else (middle + 1, high)
-    good = high
-    low, high = 0, good
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if settled(middle)[1] else (low, middle)
+    good = first_true(len(values), lambda at: settled(at)[0] is not None)
+    low = first_true(good, lambda at: not settled(at)[1])
     if good == len(values):
         return None, float(values[low]) if low < len(values) else np.inf
     pieces = settled(good)[0]

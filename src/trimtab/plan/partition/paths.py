@@ -14,8 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.plan.partition.reach import AllowedCuts, DeviceVectors, completable, flags_of
-from trimtab.plan.partition.space import TIE, UNLIMITED, Bools, Floats, Ints, PartitionSpace
+from trimtab.plan.partition.space import (
+    TIE,
+    UNLIMITED,
+    AllowedCuts,
+    Bools,
+    DeviceVectors,
+    Floats,
+    Ints,
+    PartitionSpace,
+    completable,
+    flags_of,
+)
 
 PRICE_ROUNDS = 48
 FIRST_PRICE, FASTER = 0.1, 1.6
@@ -127,7 +137,6 @@ class PathFinder:
         return after, before
 
     def trace(self, ready: Floats, ended: Floats) -> Pieces:
-        """The stages of the cheapest path."""
         out = []
         b = self.space.layers
         t = int((ended[:, b] + self.leave).argmin())
@@ -411,7 +420,6 @@ class LabelSearch:
         return latency, self.trace(t, code)
 
     def trace(self, t: int, code: int) -> Pieces:
-        """The stages that led to a label: at each step back the cheapest predecessor."""
         out = []
         b = self.space.layers
         while True:

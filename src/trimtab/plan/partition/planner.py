@@ -24,28 +24,26 @@ from trimtab.model.pipeline import (
 )
 from trimtab.plan.partition.order import by_prices, first_order, improve, lower_bound
 from trimtab.plan.partition.paths import PathFinder, least_latency
-from trimtab.plan.partition.reach import (
-    DeviceVectors,
-    allowed,
-    candidates,
-    fewest_devices,
-    least_bottleneck,
-    vectors_of,
-)
 from trimtab.plan.partition.space import (
     MIB,
     TIE,
     UNLIMITED,
+    DeviceVectors,
     PartitionSpace,
+    allowed,
+    candidates,
     capacity_bytes,
     crossing_bytes,
+    fewest_devices,
     host_classes,
     hosts_for,
     join_of,
+    least_bottleneck,
     link_table,
     space_of,
     stage_bytes,
     transfer_seconds,
+    vectors_of,
 )
 
 MAX_WORK = 1.5e11

@@ -1,11 +1,18 @@
-"""A pipeline job as arrays: cost and fit of every stage on every class of hosts, cost of every cut.
+"""A pipeline job as arrays, and the exact minimum bottleneck of its schedules.
 
 A class is a set of interchangeable hosts: equal profiles, memory and links. Searches work on counts of classes and on
-cuts: cut j lies after layer j, a stage is the pair of cuts (a, b) and holds layers a+1 to b. Chooses nothing.
+cuts: cut j lies after layer j, a stage is the pair of cuts (a, b) and holds layers a+1 to b.
+
+A bottleneck is the time of some stage or transfer, so there are finitely many candidates, and bisection finds the
+minimum with a reachability test for each: which vectors of used devices reach which cut, if only stages and transfers
+within the candidate are allowed. Such a set is one big integer with a bit for every vector: adding a device of a class
+is a shift, a union is an `or`. Nothing is rounded: the answer is one of the candidates.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,14 +30,6 @@ TIE = 1e-9
 
 UNLIMITED = float(np.finfo(np.float64).max)
 """A bottleneck that allows everything finite."""
-
-
-@dataclass(frozen=True)
-class ClassLinks:
-    """Links between classes: Mbit/s and latency in seconds. Rows send, columns receive."""
-
-    mbps: Floats
-    latency: Floats
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ def crossing_bytes(job: PipelineJob) -> Floats:
 
 
 def capacity_bytes(job: PipelineJob, kind: DeviceType) -> float:
-    """Memory of a device that a stage may use."""
     return kind.mem_mb * MIB * (1.0 - job.headroom)
 
 
@@ -90,7 +88,6 @@ def transfer_seconds(crossing: float, mbps: float, latency: float) -> float:
 
 
 def link_table(job: PipelineJob) -> dict[tuple[str, str], HostLink]:
-    """Links by host pair, in both directions."""
     return {pair: link for link in job.links for pair in (link.hosts, link.hosts[::-1])}
 
 
@@ -164,19 +161,13 @@ def _interchangeable(job: PipelineJob, links: dict[tuple[str, str], HostLink], a
 def space_of(job: PipelineJob, classes: list[list[Host]]) -> PartitionSpace:
     """The arrays of a job, with the links of the first two members of its classes."""
     links = link_table(job)
-    size = len(classes)
-    joins = ClassLinks(np.zeros((size, size)), np.zeros((size, size)))
+    layers, size = job.model.layers, len(classes)
+    mbps, latency = np.zeros((size, size)), np.zeros((size, size))  # rows send, columns receive
     for u, senders in enumerate(classes):
         for v, receivers in enumerate(classes):
             # A class of one host never sends to itself; that entry is not used.
             receiver = receivers[-1] if u == v else receivers[0]
-            joins.mbps[u, v], joins.latency[u, v] = join_of(job, links, senders[0], receiver)
-    return arrays(job, classes, joins)
-
-
-def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> PartitionSpace:
-    """The arrays of a job for classes with these links."""
-    layers, size = job.model.layers, len(classes)
+            mbps[u, v], latency[u, v] = join_of(job, links, senders[0], receiver)
     kinds = {kind.name: kind for kind in job.types}
     by_class = [kinds[members[0].type] for members in classes]
     crossing = crossing_bytes(job)
@@ -189,7 +180,7 @@ def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> Pa
         seconds[t] = np.maximum(elapsed[None, :] - elapsed[:, None], 0.0)
         fits[t] = need < capacity_bytes(job, kind)
     with np.errstate(divide="ignore", invalid="ignore"):
-        cut = joins.latency[None] + crossing[:, None, None] / (joins.mbps[None] * MIB / 8)
+        cut = latency[None] + crossing[:, None, None] / (mbps[None] * MIB / 8)
     cut[crossing == 0] = 0.0
     ends = [_end(job, classes, host, float(crossing[at])) for host, at in ((job.source, 0), (job.sink, layers))]
     most = min(job.max_devices or layers, layers, sum(len(members) for members in classes))
@@ -211,3 +202,138 @@ def _end(job: PipelineJob, classes: list[list[Host]], name: str | None, crossing
             for members in classes
         ]
     )
+
+
+@dataclass(frozen=True)
+class DeviceVectors:
+    """Numbering of vectors of used devices: one digit for each class.
+
+    `growing[t]` has the bits of the vectors to which a device of class t can be added.
+    """
+
+    strides: tuple[int, ...]
+    size: int
+    growing: tuple[int, ...]
+    totals: npt.NDArray[np.int16]
+    everything: int
+
+
+def vectors_of(space: PartitionSpace) -> DeviceVectors:
+    strides, size = [], 1
+    for count in space.counts:
+        strides.append(size)
+        size *= count + 1
+    grids = np.ix_(*[np.arange(count + 1, dtype=np.int16) for count in reversed(space.counts)])
+    totals = sum(grids, np.zeros((), dtype=np.int16)).reshape(-1)
+    below_max = totals < space.max_devices
+    growing = []
+    for t, count in enumerate(space.counts):
+        digit = np.broadcast_to(grids[len(space.counts) - 1 - t], [c + 1 for c in reversed(space.counts)]).reshape(-1)
+        flags = np.packbits(below_max & (digit < count), bitorder="little")
+        growing.append(int.from_bytes(flags.tobytes(), "little"))
+    return DeviceVectors(tuple(strides), size, tuple(growing), totals, (1 << size) - 1)
+
+
+def flags_of(bits: int, size: int) -> npt.NDArray[np.uint8]:
+    """The bytes of a set; bit i of the set is bit i % 8 of byte i // 8."""
+    return np.frombuffer(bits.to_bytes((size + 7) // 8, "little"), dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class AllowedCuts:
+    """What a bottleneck allows: for each class and cut the cuts at which a stage that ends there may begin."""
+
+    starts: list[list[list[int]]]
+    senders: list[list[list[int]]]
+    enter: list[bool]
+    leave: list[bool]
+
+
+def allowed(space: PartitionSpace, bottleneck: float) -> AllowedCuts:
+    """Stages and transfers within the bottleneck."""
+    starts = []
+    for t in range(space.classes):
+        ends, begins = np.nonzero((space.fits[t] & (space.seconds[t] <= bottleneck)).T)
+        at = np.searchsorted(ends, np.arange(space.layers + 2)).tolist()
+        listed = begins.tolist()
+        starts.append([listed[at[b] : at[b + 1]] for b in range(space.layers + 1)])
+    passes = space.cut <= bottleneck
+    senders = [[np.flatnonzero(passes[j, :, v]).tolist() for v in range(space.classes)] for j in range(space.layers)]
+    return AllowedCuts(starts, senders, (space.enter <= bottleneck).tolist(), (space.leave <= bottleneck).tolist())
+
+
+def reached(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts) -> int:
+    """The vectors of devices with which all layers can be placed."""
+    classes = range(space.classes)
+    ready = [[vectors.growing[t] & 1 if may.enter[t] else 0 for t in classes]]
+    last: list[int] = []
+    for b in range(1, space.layers + 1):
+        last = []
+        for t in classes:
+            found = 0
+            for a in may.starts[t][b]:
+                found |= ready[a][t]
+            last.append(found << vectors.strides[t])
+        if b < space.layers:
+            row = []
+            for v in classes:
+                found = 0
+                for u in may.senders[b][v]:
+                    found |= last[u]
+                row.append(found & vectors.growing[v])
+            ready.append(row)
+    out = 0
+    for t in classes:
+        if may.leave[t]:
+            out |= last[t]
+    return out
+
+
+def completable(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts) -> list[list[int]]:
+    """For each cut and class: the vectors, used up to a stage that ends there, with which the rest can be placed."""
+    classes = range(space.classes)
+    layers = space.layers
+    out = [[0] * space.classes for _ in range(layers + 1)]
+    out[layers] = [vectors.everything if may.leave[t] else 0 for t in classes]
+    # finish[a][t]: vectors before a stage on class t that begins at cut a.
+    finish = [[0] * space.classes for _ in range(layers + 1)]
+    for b in range(layers, 0, -1):
+        if b < layers:
+            row = out[b]
+            for v in classes:
+                for u in may.senders[b][v]:
+                    row[u] |= finish[b][v]
+        for t in classes:
+            before = (out[b][t] >> vectors.strides[t]) & vectors.growing[t]
+            if before:
+                for a in may.starts[t][b]:
+                    finish[a][t] |= before
+    out[0] = [finish[0][t] if may.enter[t] else 0 for t in classes]
+    return out
+
+
+def candidates(space: PartitionSpace) -> Floats:
+    inner = space.cut[1 : space.layers].reshape(-1)
+    values = np.concatenate([space.seconds[space.fits], inner, space.enter, space.leave])
+    return np.unique(values[np.isfinite(values)])
+
+
+def first_true(count: int, holds: Callable[[int], bool]) -> int:
+    """The first of so many indices for which something holds, as it does for all after it; `count` if for none."""
+    return bisect_left(range(count), True, key=holds)
+
+
+def least_bottleneck(space: PartitionSpace, vectors: DeviceVectors) -> float | None:
+    """The minimum bottleneck of any schedule; None if there is no schedule."""
+    values = candidates(space)
+    least = first_true(len(values), lambda at: bool(reached(space, vectors, allowed(space, values[at]))))
+    return float(values[least]) if least < len(values) else None
+
+
+def fewest_devices(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts) -> int | None:
+    """The fewest devices that can hold all layers under what is allowed."""
+    found = reached(space, vectors, may)
+    if not found:
+        return None
+    flags = np.unpackbits(flags_of(found, vectors.size), count=vectors.size, bitorder="little").view(np.bool_)
+    return int(vectors.totals[flags].min())

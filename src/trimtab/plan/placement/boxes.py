@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.plan.placement.cost import CostOption
 from trimtab.plan.placement.simulate import Floats, GroupingShapes
-from trimtab.plan.placement.space import Grouping, GroupTable, PlanSpace
+from trimtab.plan.placement.space import CostOption, Grouping, GroupTable, PlanSpace
 
 SMALL = 96
 """Boxes of up to this many plans are simulated whole instead of split."""
@@ -216,7 +215,6 @@ class SearchGround:
         self._shapes = new if self._shapes is None else self._shapes.joined(new)
 
     def corners(self, boxes: Sequence[Box]) -> Floats:
-        """A lower bound on every plan of each box."""
         return self.simulate([(g, high) for g, _, high in boxes])
 
     def settled(self, g: int, at: Indices, seconds: float) -> FoundPlan | None:

@@ -1,21 +1,26 @@
-"""Compares the chosen plan with others, and rates how certain the choice is.
+"""Compares the chosen plan with others, rates how certain the choice is, and explains why no plan exists.
 
 Runners-up (all shared, all separate, mixed, the user's own placement) are the best of their class, with the reason why
 they lose; near ties are other groupings within the noise; sensitivity is how far each cost may be off before another
 plan is faster by more than the noise.
+
+One measured point does not show how a component scales. The plan is then made twice: with perfect scaling, and with
+80 % of a perfect speed-up for each doubling of GPUs. Where the two differ neither is proven, and the deciding
+measurement is named. A stated `floor_seconds` is a statement on scaling: such a component is taken as stated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
-from trimtab.core.errors import InputError
-from trimtab.model.plan import Alternative, CurrentPlacement, Plan, Sensitivity
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.model.plan import Alternative, CurrentPlacement, Plan, ScalingCaveat, Sensitivity
+from trimtab.model.workflow import PlacementJob, Variant
 from trimtab.plan.placement.boxes import FoundPlan
-from trimtab.plan.placement.infeasible import why_not_apart, why_not_together
-from trimtab.plan.placement.search import search
+from trimtab.plan.placement.search import TIE, search
 from trimtab.plan.placement.simulate import Floats, GroupingShapes, cells_of
-from trimtab.plan.placement.space import Grouping, GroupMembers, PlanSpace
+from trimtab.plan.placement.space import Grouping, GroupMembers, PlanSpace, fits
 from trimtab.plan.placement.timeline import to_plan
 
 STEPS_UP = tuple(1 + 0.05 * step for step in range(1, 21))
@@ -25,7 +30,6 @@ MANY_GROUPINGS = 1_000
 
 
 def time_text(seconds: float) -> str:
-    """A plan time: milliseconds below one second."""
     return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
 
 
@@ -250,3 +254,175 @@ def _some(ranks: list[int]) -> str:
 
 def _names(space: PlanSpace, members: Iterable[int]) -> str:
     return " and ".join(space.order[i].name for i in members)
+
+
+def why_infeasible(space: PlanSpace) -> InfeasibleError:
+    """The first component that can run nowhere, or what prevents separate and shared placements."""
+    for i in space.on_gpu:
+        if not any(space.ways[i, kind].options for kind in space.budgets):
+            return _why_nowhere(space, i)
+    framework = f" that {space.rules.framework} can run" if space.rules else ""
+    return InfeasibleError(
+        f"no placement{framework} fits on {space.job.cluster.gpus} GPUs",
+        where="workflow.components",
+        hint=f"apart: {why_not_apart(space)}; together: {why_not_together(space, tuple(sorted(space.on_gpu)))}",
+    )
+
+
+def why_not_apart(space: PlanSpace) -> str:
+    """The GPUs that the components need when each has its own."""
+    min_gpus = {space.order[i].name: min(space.ways[i, kind].min_gpus for kind in space.budgets) for i in space.on_gpu}
+    listed = ", ".join(f"{name} {gpus}" for name, gpus in min_gpus.items())
+    return f"needs at least {sum(min_gpus.values())} GPUs ({listed})"
+
+
+def why_not_together(space: PlanSpace, members: GroupMembers) -> str:
+    """Why components cannot share GPUs, for the largest possible group."""
+    for kind, budget in space.budgets.items():
+        gpu_limit, host_limit = space.limits[kind]
+        fronts = [space.ways[i, kind].front(budget) for i in members]
+        if not all(fronts):
+            continue
+        lean = [min(front, key=lambda option: option.resident_gb) for front in fronts]
+        resident = sum(option.resident_gb for option in lean)
+        for i, front, option in zip(members, fronts, lean, strict=True):
+            need = min(other.active_gb for other in front) + resident - option.resident_gb
+            if gpu_limit is not None and not fits(need, gpu_limit):
+                return (
+                    f"memory: {space.order[i].name} beside the resident parts of the others needs {need:g} GB "
+                    f"a GPU, there are {gpu_limit:g}"
+                )
+        parked = sum(option.host_gb for option in lean) - min(option.host_gb for option in lean)
+        if host_limit is not None and not fits(parked, host_limit):
+            return f"host memory: the parked components need {parked:g} GB a GPU, its share is {host_limit:g}"
+    return "no count of GPUs suits all of them, or memory forbids it"
+
+
+def _why_nowhere(space: PlanSpace, i: int) -> InfeasibleError:
+    component = space.order[i]
+    where = f"workflow.components.{component.name}"
+    if not any(variant.points(kind) for variant in component.variants for kind in space.budgets):
+        kinds = sorted({kind for variant in component.variants for kind in variant.seconds})
+        return InfeasibleError(
+            f"{component.name} was measured on {', '.join(kinds)}, and the cluster has {', '.join(space.budgets)}",
+            where=f"{where}.seconds",
+            hint="measure it on a kind that the cluster has, or state seconds without a kind",
+        )
+    needs = [
+        (variant.memory.active.at(gpus), gpus)
+        for kind, budget in space.budgets.items()
+        for variant in component.variants
+        if variant.points(kind)
+        for gpus in range(1, budget + 1)
+        if variant.allows(gpus)
+    ]
+    if not needs:
+        asked = "; ".join(
+            f"one of {list(variant.gpus)}" if variant.gpus is not None else f"a multiple of {variant.multiple_of}"
+            for variant in component.variants
+        )
+        return InfeasibleError(
+            f"no GPU count is allowed for {component.name}: it asks for {asked}, the cluster has "
+            + ", ".join(f"{budget} {kind}".strip() for kind, budget in space.budgets.items()),
+            where=f"{where}.gpus",
+            hint="allow a smaller count, or plan for a larger cluster",
+        )
+    need, gpus = min(needs)
+    limit = max(space.limits[kind][0] or 0.0 for kind in space.budgets)
+    return InfeasibleError(
+        f"{component.name} fits nowhere: it needs {need:g} GB a GPU (on {gpus}), a GPU has {limit:g} GB",
+        where=f"{where}.memory_gb.active",
+        hint="use a larger parallel size, a larger cluster, or GPUs with more memory",
+    )
+
+
+DOUBLING = 0.8
+"""Assumed share of a perfect speed-up for twice the GPUs, where nothing was measured."""
+
+
+def measured_once(job: PlacementJob) -> tuple[str, ...]:
+    """Components of unknown scaling that could run on several numbers of GPUs."""
+    return tuple(
+        component.name
+        for component in job.workflow.components
+        if any(_measured_once(variant, job) for variant in component.variants)
+    )
+
+
+def _measured_once(variant: Variant, job: PlacementJob) -> bool:
+    if variant.floor_seconds:
+        return False
+    for kind in job.cluster.kinds:
+        points, counts = variant.points(kind), range(1, len(job.cluster.ranks(kind)) + 1)
+        if len(points) == 1 and any(variant.allows(gpus) and gpus != points[0][0] for gpus in counts):
+            return True
+    return False
+
+
+def with_doubling(job: PlacementJob, names: Collection[str], doubling: float = DOUBLING) -> PlacementJob:
+    """The job with this scaling for components with one measured point."""
+    components = tuple(
+        replace(c, variants=tuple(v if v.floor_seconds else replace(v, doubling=doubling) for v in c.variants))
+        if c.name in names
+        else c
+        for c in job.workflow.components
+    )
+    return replace(job, workflow=replace(job.workflow, components=components))
+
+
+def scaling_of(space: PlanSpace, best: Plan, current: CurrentPlacement | None) -> ScalingCaveat | None:
+    """The best plan under worse scaling; None where the scaling of all components is known."""
+    names = measured_once(space.job)
+    if not names:
+        return None
+    slower = PlanSpace(with_doubling(space.job, names), space.rules)
+    chosen = _seconds(slower, best)
+    found = search(slower).best
+    other = to_plan(slower, found) if found is not None else None
+    mine = predicted(slower, current) if current is not None else None
+    if isinstance(mine, Plan) and (other is None or mine.iteration_seconds < other.iteration_seconds * (1 - TIE)):
+        other = mine
+    if other is None or chosen <= other.iteration_seconds * (1 + TIE) or other.describe() == best.describe():
+        return ScalingCaveat(names, DOUBLING, chosen)
+    return ScalingCaveat(names, DOUBLING, chosen, other, _deciding(space, best, other, names))
+
+
+def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...]) -> tuple[str, int] | None:
+    """The component whose scaling decides between the two plans, and on how many GPUs to measure it."""
+    lead = _seconds(space, other) - _seconds(space, best)
+    shifts: dict[str, float] = {}
+    for name in names:
+        alone = PlanSpace(with_doubling(space.job, [name]))
+        shifts[name] = lead - (_seconds(alone, other) - _seconds(alone, best))
+    unsure = [name for name in names if best.placed(name).extrapolated or other.placed(name).extrapolated]
+    if not unsure:
+        return None
+    name = max(unsure, key=shifts.__getitem__)
+    points = [point for v in space.job.workflow.component(name).variants for point in v.seconds.values()]
+    measured = points[0][0][0]
+    counts = [len(plan.placed(name).gpus) for plan in (other, best) if plan.placed(name).extrapolated]
+    return name, max(counts, key=lambda gpus: max(gpus / measured, measured / gpus))
+
+
+def _seconds(space: PlanSpace, plan: Plan) -> float:
+    ranks = {name: group.gpus for group in plan.groups for name in group.components}
+    found = predicted(space, CurrentPlacement(ranks, "the plan"))
+    assert isinstance(found, Plan), found
+    return found.iteration_seconds
+
+
+def scaling_text(scaling: ScalingCaveat) -> str:
+    assumed = f"perfect scaling: {', '.join(scaling.components)} was measured on one number of GPUs only"
+    if len(scaling.components) > 1:
+        assumed = assumed.replace(" was measured", " were each measured")
+    if scaling.plan is None:
+        return (
+            f"{assumed}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect "
+            f"speed-up (then {time_text(scaling.chosen_seconds)})"
+        )
+    return (
+        f"{assumed}; if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up this plan takes "
+        f"{time_text(scaling.chosen_seconds)}, and {scaling.plan.describe()} takes "
+        f"{time_text(scaling.plan.iteration_seconds)}"
+        + (f"; measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides" if scaling.measure else "")
+    )

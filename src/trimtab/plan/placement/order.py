@@ -218,7 +218,8 @@ class ExecutionOrder:
         if batch == 0:
             if (self.last is not None and iteration > self.last) or not self._open(progress, at):
                 return None
-            if progress.shares and progress.turns == at and self._has_to_turn(progress):
+            must_turn = not progress.loaded or not progress.same_engine
+            if progress.shares and progress.turns == at and must_turn:
                 return GpuTurn(progress.name, iteration, self._to_offload(progress))
             if not self._weights_allow(progress, at):
                 return None
@@ -241,15 +242,11 @@ class ExecutionOrder:
             return False
         return progress.name != self._target or self._synced >= at - self._staleness
 
-    def _has_to_turn(self, progress: _ComponentProgress) -> bool:
-        return not progress.loaded or not progress.same_engine
-
     def _to_offload(self, progress: _ComponentProgress) -> tuple[str, ...]:
         if progress.same_engine:
             return ()
-        return tuple(
-            name for name in self._members[progress.name] if name != progress.name and self._progress[name].loaded
-        )
+        others = (name for name in self._members[progress.name] if name != progress.name)
+        return tuple(name for name in others if self._progress[name].loaded)
 
     def _may_sync(self) -> bool:
         """On-policy the sync runs after the whole iteration, else after the source."""
@@ -318,19 +315,3 @@ def batch_seconds(component: Component, batches: int, seconds: float) -> tuple[f
     """Seconds of each batch of a component, from the seconds of all."""
     shares = completed(component.completion, np.arange(batches + 1) / batches)
     return tuple(float(share) for share in np.diff(shares) * seconds)
-
-
-def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[PlanAction], float]:
-    """Seconds of every action by the plan's own figures."""
-    switches = {placed.name: placed.switch_seconds for placed in plan.components}
-    steps = {
-        placed.name: batch_seconds(workflow.component(placed.name), workflow.batches, placed.seconds)
-        for placed in plan.components
-    }
-
-    def seconds(action: PlanAction) -> float:
-        if isinstance(action, WeightSyncStep):
-            return plan.sync_seconds
-        return switches[action.component] if isinstance(action, GpuTurn) else steps[action.component][action.batch]
-
-    return seconds

@@ -8,9 +8,16 @@ from __future__ import annotations
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.plan import Alternative, CurrentPlacement, FrameworkRules, PlacementAnswer, Plan
 from trimtab.model.workflow import PlacementJob, check_workflow
-from trimtab.plan.placement.compare import current_plan, near_ties, runners_up, sensitivity, why_it_loses
-from trimtab.plan.placement.infeasible import why_infeasible
-from trimtab.plan.placement.scaling import scaling_of, scaling_text
+from trimtab.plan.placement.compare import (
+    current_plan,
+    near_ties,
+    runners_up,
+    scaling_of,
+    scaling_text,
+    sensitivity,
+    why_infeasible,
+    why_it_loses,
+)
 from trimtab.plan.placement.search import SearchOutcome, search
 from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
@@ -91,7 +98,6 @@ def explain(
 def plan_placement(
     job: PlacementJob, rules: FrameworkRules | None = None, *, current: CurrentPlacement | None = None
 ) -> PlacementAnswer:
-    """The best placement of every component of a job, explained."""
     space, outcome = best_plan(job, rules)
     return explain(space, outcome, current=current)
 

@@ -205,6 +205,9 @@ class _BoxSearch:
             tables = before.grouping.tables
             at = [table.sizes.index(size) for table, size in zip(tables, before.sizes, strict=True)]
             moves: list[Indices] = []
+            # Unused GPUs, where there is a single kind.
+            budgets = self.ground.space.budgets
+            idle = sum(budgets.values()) - sum(before.sizes) if len(budgets) == 1 else 0
             for donor, receiver in itertools.permutations(range(len(at)), 2):
                 if tables[donor].kind != tables[receiver].kind:
                     continue
@@ -213,22 +216,13 @@ class _BoxSearch:
                     to[donor] -= step
                     if to[donor] < 0:
                         break
-                    available = (
-                        before.sizes[receiver]
-                        + before.sizes[donor]
-                        - tables[donor].sizes[to[donor]]
-                        + self._idle(before)
-                    )
+                    freed = before.sizes[donor] - tables[donor].sizes[to[donor]]
+                    available = before.sizes[receiver] + freed + idle
                     to[receiver] = bisect_right(tables[receiver].sizes, available) - 1
                     moves.append(tuple(to))
             self._try([(g, move) for move in dict.fromkeys(moves)])
             if self.best is before:
                 return
-
-    def _idle(self, found: FoundPlan) -> int:
-        """Unused GPUs of a plan, where there is a single kind."""
-        budgets = self.ground.space.budgets
-        return sum(budgets.values()) - sum(found.sizes) if len(budgets) == 1 else 0
 
     def _drop_settled(self, boxes: list[Box]) -> list[Box]:
         """Drop boxes whose corner is itself a plan: it is the best of the box, and was tried."""
@@ -342,7 +336,7 @@ def _shaved(ground: SearchGround, box: Box, ceiling: float) -> Box | None:
         lows, highs = list(low), list(high)
         while sides := [j for j in range(len(low)) if lows[j] < highs[j]]:
             middles = {j: (lows[j] + highs[j]) // 2 for j in sides}
-            results = ground.simulate([(g, _with(high, j, middles[j])) for j in sides])
+            results = ground.simulate([(g, (*high[:j], middles[j], *high[j + 1 :])) for j in sides])
             for j, seconds in zip(sides, results, strict=True):
                 if seconds <= ceiling:
                     highs[j] = middles[j]
@@ -352,7 +346,3 @@ def _shaved(ground: SearchGround, box: Box, ceiling: float) -> Box | None:
         if smaller is None or smaller == box:
             return smaller
         box = smaller
-
-
-def _with(at: Indices, side: int, index: int) -> Indices:
-    return (*at[:side], index, *at[side + 1 :])

@@ -275,7 +275,6 @@ class Simulator:
         return head, tail
 
     def unit_seconds(self, component: int, seconds: float) -> Floats:
-        """Computing time of each unit of a component."""
         shares = completed(self.order[component].completion, np.arange(self.units + 1) / self.units)
         return np.diff(shares) * seconds
 

@@ -4,24 +4,123 @@ A grouping gives every GPU component a group and every group a kind of GPU; a pl
 module tabulates the sizes of a group worth trying and its members' times on each: time never grows with size, because a
 member may use fewer GPUs than its group has. Where memory does not let all members run in their fastest way at once, a
 size has several configurations, none better than another in every member's time.
+
+Measured costs are exact. Between two of them time is linear in 1/gpus; below the smallest, and with a single point, the
+part above the stated floor is inversely proportional to the GPUs; above the largest, the line in 1/gpus through the
+last two continues, but never beyond perfect scaling from the last one. Values outside the measured range are marked as
+extrapolated.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.model.plan import FrameworkRules
-from trimtab.model.workflow import PlacementJob
-from trimtab.plan.placement.cost import MEMORY_TOLERANCE_GB, CostOption, fits, ways_to_run
+from trimtab.model.workflow import Cluster, Component, PlacementJob, Variant
 from trimtab.plan.placement.simulate import Floats, GroupingShape, GroupingShapes, Ints, Simulator, shape_of
 from trimtab.plan.placement.spread import EvenSplit, NodeSpread, even_splits, spread
+
+Points = tuple[tuple[int, float], ...]
+
+MEMORY_TOLERANCE_GB = 1e-9
+"""Memory fits when it is at most the limit, to within rounding."""
+
+
+def seconds_at(points: Points, floor_seconds: float, gpus: int, doubling: float = 1.0) -> float:
+    """Predicted seconds for all batches on so many GPUs. `points` ascend in GPUs.
+
+    `doubling` is the share of a perfect speed-up that twice the GPUs give; used with a single point only.
+    """
+    first_gpus, first_seconds = points[0]
+    last_gpus, last_seconds = points[-1]
+    if len(points) == 1 and doubling != 1.0 and gpus != first_gpus:
+        speed_up = math.pow(gpus / first_gpus, 1 + math.log2(doubling))
+        return floor_seconds + (first_seconds - floor_seconds) / speed_up
+    if gpus < first_gpus or len(points) == 1:
+        return floor_seconds + (first_seconds - floor_seconds) * first_gpus / gpus
+    for (g0, s0), (g1, s1) in pairwise(points):
+        if g0 <= gpus <= g1:
+            return s0 if gpus == g0 else s1 if gpus == g1 else _line(g0, s0, g1, s1, gpus)
+    (g0, s0), (g1, s1) = points[-2:]
+    return max(_line(g0, s0, g1, s1, gpus), last_seconds * last_gpus / gpus)
+
+
+def is_extrapolated(points: Points, gpus: int) -> bool:
+    return not points[0][0] <= gpus <= points[-1][0]
+
+
+def _line(g0: int, s0: float, g1: int, s1: float, gpus: int) -> float:
+    slope = (s0 - s1) / (1 / g0 - 1 / g1)
+    return s1 + slope * (1 / gpus - 1 / g1)
+
+
+@dataclass(frozen=True)
+class CostOption:
+    """A way to run a component inside a group: a variant on a number of GPUs, with its time and memory per GPU."""
+
+    variant: int
+    gpus: int
+    seconds: float
+    active_gb: float
+    resident_gb: float
+    host_gb: float
+
+    def no_worse_than(self, other: CostOption) -> bool:
+        return (
+            self.seconds <= other.seconds
+            and self.active_gb <= other.active_gb
+            and self.resident_gb <= other.resident_gb
+            and self.host_gb <= other.host_gb
+        )
+
+
+def ways_to_run(component: Component, cluster: Cluster, kind: str, max_gpus: int) -> tuple[CostOption, ...]:
+    """All ways to run a component on up to `max_gpus` GPUs of a kind, ordered by GPUs, then variant.
+
+    Counts whose active memory exceeds a GPU are left out.
+    """
+    limit = cluster.gpu_memory_gb(kind)
+    found = [
+        option
+        for index, variant in enumerate(component.variants)
+        for option in _variant_options(index, variant, kind, max_gpus)
+        if limit is None or fits(option.active_gb, limit)
+    ]
+    return tuple(sorted(found, key=lambda option: (option.gpus, option.variant)))
+
+
+def _variant_options(index: int, variant: Variant, kind: str, max_gpus: int) -> list[CostOption]:
+    points = variant.points(kind)
+    if not points:
+        return []
+    counts = range(variant.multiple_of, max_gpus + 1, variant.multiple_of) if variant.gpus is None else variant.gpus
+    active, resident = variant.memory.active, variant.memory.resident
+    return [
+        CostOption(
+            variant=index,
+            gpus=gpus,
+            seconds=seconds_at(points, variant.floor_seconds, gpus, variant.doubling),
+            active_gb=active.at(gpus),
+            resident_gb=resident.at(gpus),
+            host_gb=variant.host_memory_gb,
+        )
+        for gpus in counts
+        if gpus <= max_gpus and variant.allows(gpus)
+    ]
+
+
+def fits(need_gb: float, limit_gb: float) -> bool:
+    return need_gb <= limit_gb + MEMORY_TOLERANCE_GB
+
 
 GroupMembers = tuple[int, ...]
 """Positions in workflow order of the components of a group, ascending."""
@@ -79,7 +178,6 @@ class Grouping:
 
     @property
     def cells(self) -> tuple[GroupMembers, ...]:
-        """Components that take turns on the same GPUs."""
         if self.turns is not None:
             return self.turns
         if not self.spans:
@@ -209,7 +307,10 @@ class PlanSpace:
             return None
         sizes = np.arange(max(way.min_gpus for way in ways), self.budgets[kind] + 1)
         if only is not None or self.even_nodes:
-            sizes = sizes[[self._size_allowed(members, int(g), kind, only) for g in sizes]]
+            allowed = [g for g in sizes.tolist() if only is None or g in only]
+            sizes = np.array(
+                [g for g in allowed if not self.even_nodes or self.splits(members, g, kind)], dtype=np.intp
+            )
         times = np.stack([way.seconds[sizes] for way in ways], axis=1)
         fit = self._fastest_fit(ways, sizes, kind)
         contested: dict[int, tuple[tuple[CostOption, ...], ...]] = {}
@@ -272,11 +373,6 @@ class PlanSpace:
         """What the members of a group can run at once on so many GPUs; none better than another in every time."""
         found = table.contested.get(gpus)
         return found or (tuple(self.ways[i, table.kind].front(gpus)[0] for i in table.members),)
-
-    def _size_allowed(self, members: GroupMembers, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
-        if only is not None and gpus not in only:
-            return False
-        return not self.even_nodes or bool(self.splits(members, gpus, kind))
 
     def splits(self, members: GroupMembers, gpus: int, kind: str) -> tuple[EvenSplit, ...]:
         """The ways in which a group of this size can lie evenly on nodes."""

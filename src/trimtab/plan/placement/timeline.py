@@ -15,9 +15,8 @@ import numpy as np
 
 from trimtab.model.plan import ComponentGroup, PlacedComponent, PlacementMode, Plan, TimelineBar
 from trimtab.plan.placement.boxes import FoundPlan
-from trimtab.plan.placement.cost import CostOption, is_extrapolated
 from trimtab.plan.placement.simulate import Floats, GroupingShape
-from trimtab.plan.placement.space import PlanSpace
+from trimtab.plan.placement.space import CostOption, PlanSpace, is_extrapolated
 from trimtab.plan.placement.spread import positions_of
 
 SHOWN_PERIODS = 2
@@ -154,8 +153,9 @@ def _draw(
         bars = _bars(space, shape, trace, units, None)
         spans = [_span(ends, unit) for ends, unit in zip(trace, units, strict=True)]
         if shape.sync:
-            last = max(end for _, end in spans)
-            bars += _sync_bars(space, last, shape.sync)
+            assert workflow.weight_sync is not None
+            last, ends = max(end for _, end in spans), (workflow.weight_sync.source, workflow.weight_sync.target)
+            bars += [TimelineBar(name, "sync", last, last + shape.sync) for name in ends]
         return spans, tuple(_in_order(bars)), period
     # Long enough for the warm-up to fade; the middle of the steady state is shown.
     iterations = 12 * (workflow.staleness + 1) + 4 * len(times)
@@ -202,12 +202,6 @@ def _bars(
                 since = max(since, *(float(previous[last][-1]) for last in shape.after[i]), 0.0)
             bars.append(TimelineBar(name, "switch", since, since + shape.switch[i]))
     return bars
-
-
-def _sync_bars(space: PlanSpace, at: float, seconds: float) -> list[TimelineBar]:
-    sync = space.job.workflow.weight_sync
-    assert sync is not None
-    return [TimelineBar(name, "sync", at, at + seconds) for name in (sync.source, sync.target)]
 
 
 def _in_order(bars: list[TimelineBar]) -> list[TimelineBar]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
-from trimtab.plan.placement.scaling import DOUBLING
+from trimtab.plan.placement.compare import DOUBLING
 from trimtab.render.html.kit.labels import known
 from trimtab.render.output import out, picked, print_list, text_table
 from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture

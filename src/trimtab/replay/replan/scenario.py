@@ -24,8 +24,8 @@ from pydantic import Field, model_validator
 from trimtab.core.errors import InputError, check_known
 from trimtab.formats import job as job_form
 from trimtab.formats import sections, yaml_text
+from trimtab.formats.job import LOOP_KEYS, RunSection
 from trimtab.formats.load import load
-from trimtab.formats.run_section import LOOP_KEYS, RunSection
 from trimtab.formats.sections import (
     Amount,
     Count,

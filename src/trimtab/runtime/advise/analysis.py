@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.formats.frameworks.registry import FRAMEWORKS
 from trimtab.formats.logs import measured
 from trimtab.formats.logs.follow import LoggedStep
-from trimtab.formats.logs.follow_costs import REQUIRED, WEIGHT_SYNC, RunConfig, TimerReading, profile_of, reading_of
+from trimtab.formats.logs.follow_costs import WEIGHT_SYNC, RunConfig, TimerReading, profile_of, reading_of
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework
 from trimtab.model.plan import CurrentPlacement
-from trimtab.model.profile import Profile
 from trimtab.model.run import ReplanRules
-from trimtab.model.workflow import Cluster
+from trimtab.model.workflow import Cluster, Profile
 from trimtab.runtime.advise.replanner import Advice, Adviser
 
 KEPT_STEPS = 2000  # used for drift; older ones are dropped
@@ -188,7 +188,7 @@ class AdviceTracker:
         assert self.reading is not None
         logged = [set(self.reading.seconds(step)) for step in base]
         known = {component.name for component in self._profile.components} if self._profile else set()
-        needed = (name for name in REQUIRED[self.framework.name] if name not in known)
+        needed = (name for name in FRAMEWORKS[self.framework.name].REQUIRED if name not in known)
         return tuple(name for name in needed if 2 * sum(name in names for names in logged) < len(logged))
 
     def _provisional_reading(self, base: Sequence[LoggedStep]) -> TimerReading:

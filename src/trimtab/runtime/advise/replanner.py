@@ -21,9 +21,8 @@ from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.run import ComponentTiming, CostEstimate, Iteration, ReplanRules
 from trimtab.model.workflow import Component, PlacementJob
-from trimtab.plan.placement.compare import current_plan
+from trimtab.plan.placement.compare import current_plan, measured_once, with_doubling
 from trimtab.plan.placement.planner import best_plan
-from trimtab.plan.placement.scaling import measured_once, with_doubling
 
 NEAR = 0.02  # advice changes only for a plan that is faster by this share: real runs do not show less
 

@@ -67,12 +67,10 @@ class PipelineRun:
 
     @property
     def measured_throughput(self) -> float:
-        """Items per second in the steady state."""
         return self.batch_size / self.measured_period_s if self.measured_period_s else float("inf")
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted throughput."""
         return self.predicted_period_s / self.measured_period_s if self.measured_period_s else float("inf")
 
 
@@ -96,12 +94,16 @@ def run_pipeline(
     """Run a schedule and measure it.
 
     `chain` and `make_input` come from `profile.block_chain`; without them only an emulation is possible, which then
-    moves no data. `stretch` slows emulated time down; by default the bottleneck lasts at
-    least 0.1 s, and long enough for this
-    machine to compute a microbatch meanwhile. `devices` names the torch device of a host that is not the CPU.
+    moves no data. `stretch` slows emulated time down; by default the bottleneck lasts at least 0.1 s, and long enough
+    for this machine to compute a microbatch meanwhile. `devices` names the torch device of a host that is not the CPU.
     `timeout_s` bounds every single wait.
     """
-    _check(schedule, chain, make_input, emulate, buffers_in, buffers_out, microbatches, stretch, threads, timeout_s)
+    counts = {"buffers in": (buffers_in, 1), "buffers out": (buffers_out, 1)}
+    counts |= {"microbatches": (microbatches, 2), "threads": (threads, 1)}
+    _check(schedule, chain, make_input is not None, emulate, counts)
+    for word, number in (("stretch", stretch), ("timeout", timeout_s)):
+        if number is not None and not 0 < number < float("inf"):
+            raise InputError(f"the {word} is more than 0, not {number}")
     bottleneck = schedule.bottleneck_seconds
     inputs: list[Any] = [0]
     expected: list[Any] = []
@@ -173,16 +175,7 @@ def run_pipeline(
 
 
 def _check(
-    schedule: Schedule,
-    chain: BlockChain | None,
-    make_input: Callable[[int], Any] | None,
-    emulate: bool,
-    buffers_in: int,
-    buffers_out: int,
-    microbatches: int,
-    stretch: float | None,
-    threads: int,
-    timeout_s: float | None,
+    schedule: Schedule, chain: BlockChain | None, has_input: bool, emulate: bool, counts: Mapping[str, tuple[int, int]]
 ) -> None:
     if not schedule.stages:
         raise InputError("the schedule has no stage to run")
@@ -196,23 +189,15 @@ def _check(
             f"the schedule has {expected - 1} layers, the model has {len(chain.blocks)} blocks",
             hint="plan with the profile of this very model",
         )
-    if not emulate and (chain is None or make_input is None):
+    if not emulate and (chain is None or not has_input):
         raise InputError(
             "running needs the model and its input", hint="--factory file.py:factory --input 128,2048; or --emulate"
         )
-    if chain is not None and make_input is None:
+    if chain is not None and not has_input:
         raise InputError("the model's input is missing", hint="--input 128,2048, or --input package.module:make_input")
-    for what, value, minimum in (
-        ("buffers in", buffers_in, 1),
-        ("buffers out", buffers_out, 1),
-        ("microbatches", microbatches, 2),
-        ("threads", threads, 1),
-    ):
+    for what, (value, minimum) in counts.items():
         if value < minimum:
             raise InputError(f"a run needs {minimum} {what} or more, not {value}")
-    for word, number in (("stretch", stretch), ("timeout", timeout_s)):
-        if number is not None and not 0 < number < float("inf"):
-            raise InputError(f"the {word} is more than 0, not {number}")
 
 
 def _whole(
@@ -266,11 +251,7 @@ def _settings(schedule: Schedule, index: int, planned: StageSettings, stretch: f
 
 
 def _start(ray: Any, settings: StageSettings, node: str | None) -> Any:
-    options: dict[str, Any] = {
-        "max_concurrency": 4,
-        "num_cpus": 1,
-        "num_gpus": 0 if settings.device == "cpu" else 1,
-    }
+    options: dict[str, Any] = {"max_concurrency": 4, "num_cpus": 1, "num_gpus": int(settings.device != "cpu")}
     if node is not None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

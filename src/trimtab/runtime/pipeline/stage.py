@@ -66,10 +66,9 @@ class StageActor:
         self._blocks: tuple[Any, ...] = ()
         self._inbox: queue.Queue[tuple[int, Any, float]] = queue.Queue()
         self._outbox: queue.Queue[tuple[int, Any, float]] = queue.Queue()
-        self._in_slots = threading.Semaphore(
-            settings.buffers_in
-        )  # acquired before data is received, released when computing starts
-        self._out_slots = threading.Semaphore(settings.buffers_out)  # acquired by a result, released once received
+        # Acquired before data is received, released when computing starts; and by a result, until it is received.
+        self._in_slots = threading.Semaphore(settings.buffers_in)
+        self._out_slots = threading.Semaphore(settings.buffers_out)
         self._link_free_at = 0.0
         self._exit_free_at = 0.0
         self._sent = threading.Event()

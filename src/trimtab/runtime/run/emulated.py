@@ -25,8 +25,8 @@ from trimtab.core.numbers import MAX_COUNT, Ranges, check_fields
 from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
-from trimtab.plan.placement.cost import Points, seconds_at
 from trimtab.plan.placement.order import batch_seconds
+from trimtab.plan.placement.space import Points, seconds_at
 from trimtab.runtime.run.component import Batch, OptionalMethods, Place, Result
 
 

@@ -8,7 +8,7 @@
     run: {iterations: 60, seed: 0, save_every: 10, step_limit_s: 600}
 
 With both `use` and `emulate` the code is real and its steps last as long as emulated ones. Missing costs are measured.
-Everything else is read and checked by `formats/job.py` and `formats/run_section.py`.
+Everything else is read and checked by `formats/job.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats import job as job_form
 from trimtab.formats import sections, yaml_text
+from trimtab.formats.job import RunSection
 from trimtab.formats.loaded import LoadedJob
-from trimtab.formats.run_section import RunSection
 from trimtab.formats.yaml_text import Source
 from trimtab.model.plan import Plan
 from trimtab.model.run import Iteration, ReplanRules

@@ -24,7 +24,7 @@ from trimtab.formats.logs.measured import spread
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import ANY_KIND, Component, PlacementJob, Variant, WeightSync, Workflow
-from trimtab.plan.placement.cost import seconds_at
+from trimtab.plan.placement.space import seconds_at
 from trimtab.runtime.run.folder import JOB, RunHistory, read_run
 from trimtab.runtime.run.job import read_costed
 

@@ -1,6 +1,6 @@
-"""Input of `SimpleScheduler`, checked and converted for the native API; memory is in MB.
+"""Input of `SimpleScheduler`, converted for the native API, and its answers: dictionaries and handles; memory in MB.
 
-Errors raise InputError before the controller is called.
+Errors raise InputError before the controller is called. Handles are called like those of Ray actors.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from trimtab.core.errors import InputError, meant
+from trimtab.core.errors import InputError, TrimtabError, meant
 from trimtab.core.numbers import COUNT
 from trimtab.core.resources import Resources
 from trimtab.formats import sections
 from trimtab.formats.sections import Section, Switch, Within
 from trimtab.formats.yaml_text import Source
 from trimtab.model.pool import Aggressiveness, PreemptionPolicy, rules_of
-from trimtab.runtime.client.task import class_of
+from trimtab.runtime.client.task import TaskError, class_of
+from trimtab.runtime.controller.rpc import TaskSnapshot
 
 MB = 2**20
 
@@ -78,7 +79,6 @@ def in_bytes(resources: Any, where: str) -> dict[str, float]:
 
 
 def in_mb(resources: Mapping[str, float]) -> dict[str, float]:
-    """Amounts with memory in MB."""
     return {name: amount / MB if name == "memory" else amount for name, amount in resources.items()}
 
 
@@ -209,3 +209,103 @@ class PreemptionSettings:
             budget=self.eviction_budget,
             budget_window_s=self.eviction_window,
         )
+
+
+# An agent name that differs from the task id travels with the task, so that every client sees it.
+AGENT_LABEL = "trimtab/agent"
+
+Answer = dict[str, Any]
+
+
+class HostHandle:
+    """Calls methods of an object in a warm worker process like those of a Ray actor: `handle.run.remote(...)`.
+
+    It belongs to one run of the task: after an eviction or the end, calls raise Ray's error for a dead actor.
+    """
+
+    def __init__(self, host: Any, task: str) -> None:
+        self._host = host
+        self._task = task
+
+    def __getattr__(self, method: str) -> HostMethod:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return HostMethod(self._host, self._task, method)
+
+    def __repr__(self) -> str:
+        return f"HostHandle({self._task!r})"
+
+
+class HostMethod:
+    """One method of an object in a warm worker process."""
+
+    def __init__(self, host: Any, task: str, method: str, options: Mapping[str, Any] | None = None) -> None:
+        self._host = host
+        self._task = task
+        self._method = method
+        self._options = {"name": f"{task}.{method}", **(options or {})}  # the name is for Ray's dashboard
+
+    def options(self, **options: Any) -> HostMethod:
+        return HostMethod(self._host, self._task, self._method, options)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        return self._host.call.options(**self._options).remote(self._method, *args, **kwargs)
+
+
+def handle_of(ray: Any, seen: TaskSnapshot) -> Any:
+    """The handle of a task's object; None if it does not run."""
+    if not seen.members:
+        return None
+    member = seen.members[0]
+    try:
+        actor = ray.get_actor(member.actor, namespace=member.namespace)
+    except ValueError:  # gone since
+        return None
+    return HostHandle(actor, seen.id) if member.kind == "host" else actor
+
+
+def name_of(seen: TaskSnapshot) -> str:
+    return dict(seen.labels).get(AGENT_LABEL, seen.id)
+
+
+def refused(fault: TrimtabError, facts: Answer) -> Answer:
+    """An answer with `success: False` and the reason."""
+    explanation = fault.explanation if isinstance(fault, TaskError) else None
+    if explanation is not None:
+        reason, code = explanation.reason.sentence, explanation.reason.code.value
+    else:
+        reason, code = "; ".join(fault.lines()), None
+    return {"success": False, **facts, "agent": None, "reason": reason, "code": code, "error": reason}
+
+
+def eviction_of(preemption: Mapping[str, Any]) -> Answer:
+    """One preemption from the controller's status."""
+    return {
+        "task_id": preemption["victim"],
+        "pool": preemption["victim_pool"],
+        "by": preemption["by"],
+        "reason": preemption["reason"]["sentence"],
+        "code": preemption["reason"]["code"],
+        "time": preemption["at"],
+    }
+
+
+def slot_stats(view: Mapping[str, Any]) -> Answer:
+    slots = view["slots"]
+    return {
+        "total_pgs": slots["reserved"] + slots["dynamic"],
+        "high_priority_pgs": slots["reserved"],
+        "dynamic_pgs": slots["dynamic"],
+        "allocated_pgs": slots["taken"],
+        "available_pgs": slots["idle"],
+        "total_reuse_count": view["reuse_count"],
+        "total_created_count": view["made_count"],
+        "total_destroyed_count": view["destroyed_count"],
+        "by_status": {
+            "allocated": slots["taken"],
+            "available": slots["idle"],
+            "creating": slots["making"],
+            "removing": slots["removing"],
+            "missing": slots["wanted"],
+        },
+    }

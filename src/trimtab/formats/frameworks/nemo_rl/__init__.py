@@ -1,1 +1,0 @@
-"""NeMo RL: configuration and logs."""

@@ -1,1 +1,0 @@
-"""OpenRLHF: configuration and logs."""

@@ -1,1 +1,0 @@
-"""RLinf: configuration and logs."""

@@ -1,1 +1,0 @@
-"""verl: configuration and logs."""
