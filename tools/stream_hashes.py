@@ -34,8 +34,9 @@ from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.replan.machine import ReplanMachine
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.replay.common.traces import jobs
-from trimtab.replay.pool.driver import PoolReality, PoolReplay, workload
+from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
+from trimtab.replay.pool.scenario import workload
 
 ROOT = Path(__file__).parents[1]
 MACHINES = {
