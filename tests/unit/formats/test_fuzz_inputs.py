@@ -33,7 +33,7 @@ from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.formats.run_section import RunSection
 from trimtab.formats.yaml_text import Source
-from trimtab.profile import architecture
+from trimtab.formats import catalogue
 from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
 from trimtab.replay.journal.policies import read_alternatives
@@ -308,7 +308,7 @@ def _layers(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 
 def _models(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     text = (EXAMPLES / "models" / "qwen2.5-1.5b" / "config.json").read_bytes()
-    return [json.loads(text), text], _file(folder, "config.json", architecture.read)
+    return [json.loads(text), text], _file(folder, "config.json", catalogue.read_config)
 
 
 # ---- traces and scenarios --------------------------------------------------------------------------------------------

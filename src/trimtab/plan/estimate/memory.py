@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.core.errors import InputError, unknown
-from trimtab.profile.architecture import Architecture
+from trimtab.model.architecture import Architecture
 
 GB = 2**30
 PROCESS_GB = 1.5
