@@ -16,8 +16,8 @@ from trimtab.cli.options import FormatOption
 from trimtab.render.output import Format, answer, out, text_table, warn
 
 if TYPE_CHECKING:
-    from trimtab.model.profile import ComponentProfile, Profile
     from trimtab.model.architecture import Architecture
+    from trimtab.model.profile import ComponentProfile, Profile
     from trimtab.plan.estimate.memory import MemoryNeed
 
 app = typer.Typer(help="Costs: times from logs, memory from a model's configuration.", no_args_is_help=True)

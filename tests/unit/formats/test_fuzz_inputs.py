@@ -18,7 +18,7 @@ from run_report_samples import NAMES, eventful
 from trimtab.cli.replay import read_journal_path
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
-from trimtab.formats import job, load, profile_file, sections
+from trimtab.formats import catalogue, job, load, profile_file, sections
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 from trimtab.formats.frameworks.openrlhf import config as openrlhf
@@ -33,7 +33,6 @@ from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.formats.run_section import RunSection
 from trimtab.formats.yaml_text import Source
-from trimtab.formats import catalogue
 from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
 from trimtab.replay.journal.policies import read_alternatives
