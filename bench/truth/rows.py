@@ -11,6 +11,8 @@ from pathlib import Path
 
 from trimtab.core.errors import InputError
 from trimtab.formats import catalogue
+from trimtab.model.architecture import Architecture
+from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate.lengths import Lengths
 from trimtab.plan.estimate.serving import Engine, Work, decode_work
 from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, Run
@@ -191,4 +193,49 @@ def sync_points() -> list[tuple[Point, str, Run]]:
         engine = replace(base.engine, model=model, precision=precision)
         label = f"{method}, {row['model']}, {row['placement']}"
         points.append((Point(known, label, float(row["seconds"]), transport), transport, replace(base, model=model, engine=engine)))
+    return points
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """A measured peak in GiB on one GPU: of training beside a sleeping engine, or of generation."""
+
+    point: Point
+    model: Architecture
+    gpu: GpuKind
+    phase: str
+    length: int
+    sequences: int
+    rank: int
+    attention_only: bool
+    precision: str
+    fraction: float
+    device_gb: float
+    batched: int
+
+
+@cache
+def memory_points() -> list[MemoryPoint]:
+    points = []
+    for row in read("memory_points"):
+        name, model = catalogue.model(row["model"])
+        device = row["device"] if row["device"] != "not stated" else "NVIDIA L4"
+        at_once = min(int(row["micro_batch"]), int(row["group_size"]) * int(row["prompts"]))
+        label = f"{row['file']}, {row['phase']}, {row['seq_len']} tokens x {at_once}, rank {row['lora_rank']}"
+        points.append(
+            MemoryPoint(
+                Point(family(row["model"]), label, float(row["peak_gb"]), row["file"]),
+                model,
+                catalogue.gpu(device),
+                row["phase"],
+                int(row["seq_len"]),
+                at_once,
+                int(row["lora_rank"]),
+                "q_proj" in row["lora_modules"],
+                "nf4" if row["quantization"] == "nf4" else "bf16",
+                float(row["fraction"]),
+                float(row["device_gb"] or 22.5),
+                int(row["seq_len"]) * int(row["group_size"]),
+            )
+        )
     return points

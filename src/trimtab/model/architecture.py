@@ -299,6 +299,8 @@ def _vision(data: Mapping[str, Any], hidden: int, name: str) -> tuple[int, tuple
     if not isinstance(tower, Mapping):
         return 0, ()
     fields = _Fields(tower, f"{name}: vision_config")
+    if tower.get("parameters") is not None:
+        return fields.count("parameters"), ()
     depth = fields.count("depth", default=fields.count("num_hidden_layers", default=0, minimum=0), minimum=0)
     if not depth or tower.get("hidden_size") is None or tower.get("intermediate_size") is None:
         return 0, ("only the language model is counted, not the vision or audio parts",)

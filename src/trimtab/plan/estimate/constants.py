@@ -10,45 +10,56 @@ class Constants:
     """Shares of peak rates, seconds, and bytes; `*_error` are spreads of log(measured / estimated)."""
 
     # Decoding and prefill, on serving points.
-    weight_share: float = 0.75
-    expert_share: float = 0.6
-    cache_share: float = 0.6
-    compute_share: float = 0.5
-    overlap: float = 0.5
-    layer_us: float = 8.0
-    moe_layer_us: float = 8.0
-    step_ms: float = 2.0
-    sequence_us: float = 10.0
-    hop_us: float = 12.0
-    link_share: float = 0.5
+    weight_share: float = 0.8961
+    expert_share: float = 0.92
+    cache_share: float = 0.92
+    compute_share: float = 0.889
+    overlap: float = 1
+    layer_us: float = 23.02
+    moe_layer_us: float = 20.78
+    step_ms: float = 1.321
+    sequence_us: float = 26.28
+    hop_us: float = 15.14
+    link_share: float = 0.5819
 
     # Training passes, on trainers' micro-batches and steps.
-    train_share: float = 0.55
-    narrow_hidden: float = 500.0
-    expert_train_share: float = 0.4
-    attention_share: float = 0.7
-    train_link_share: float = 0.6
+    train_share: float = 0.5261
+    narrow_hidden: float = 483.8
+    expert_train_share: float = 0.4479
+    attention_share: float = 0.6545
+    train_link_share: float = 0.8428
 
     # Weight syncs, by transport.
-    broadcast_s: float = 1.0
-    broadcast_s_per_gb: float = 0.3
-    packed_s: float = 2.0
-    packed_s_per_gb: float = 0.02
-    ipc_s: float = 2.0
-    ipc_s_per_gb: float = 0.05
-    delta_s: float = 1.0
-    delta_s_per_gb: float = 0.05
+    broadcast_s: float = 1.064
+    broadcast_s_per_gb: float = 0.5098
+    packed_s: float = 4.125
+    packed_s_per_gb: float = 0.02452
+    ipc_s: float = 2.049
+    ipc_s_per_gb: float = 0.05829
+    delta_s: float = 0.6689
+    delta_s_per_gb: float = 0.1213
 
     # Steps of RL.
-    rollout_factor: float = 1.2
-    async_steady: float = 0.5
-    forward_factor: float = 1.3
-    update_s: float = 0.5
-    host_share: float = 0.3
-    fixed_s: float = 5.0
-    sample_ms: float = 4.0
-    token_us: float = 2.0
-    releases: tuple[tuple[str, float], ...] = ()
+    rollout_factor: float = 1.492
+    async_steady: float = 0.4084
+    forward_factor: float = 1.001
+    update_s: float = 0.5046
+    host_share: float = 0.3033
+    fixed_s: float = 4.919
+    sample_ms: float = 4.126
+    token_us: float = 1.994
+    # Memory of a trainer beside a sleeping engine, on one-GPU points.
+    layer_copies: float = 1.836
+    expert_copies: float = 1.837
+    context_gb: float = 1.656
+    context_exponent: float = 0.2383
+
+    # Half-widths of the intervals, as logarithms, on models that were left out.
+    step_error: float = 0.4283
+    stage_error: float = 0.6057
+    memory_error: float = 0.4599
+
+    releases: tuple[tuple[str, float], ...] = (("NeMo RL v0.4", 0.981), ("NeMo RL v0.5", 1))
 
     def release(self, name: str) -> float:
         """Factor of a framework's release; 1 for one that was never compared."""

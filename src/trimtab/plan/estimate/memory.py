@@ -16,6 +16,8 @@ from trimtab.core.errors import InputError, unknown
 from trimtab.model.architecture import Architecture
 
 GB = 2**30
+ADAPTER_BYTES = 16
+"""Of an adapter's value: fp32 weight, gradient and two moments."""
 PROCESS_GB = 1.5
 """CUDA context (0.6 GB on an H200) and the buffers of the communication library, per process and GPU."""
 
@@ -32,7 +34,7 @@ OPTIMIZERS: Mapping[str, tuple[float, str]] = {
     "sgd": (0, "no state"),
     "sgd-momentum": (4, "one fp32 momentum"),
 }
-PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "nf4": 0.5625}
 MAX_COUNT = 10**9
 OFFLOADS = ("none", "optimizer", "all")
 
@@ -60,6 +62,11 @@ class MemorySettings:
     kv_share: float = 0.6
     gpu_memory_gb: float | None = None
     concurrent: int = 64
+    lora_rank: int = 0
+    lora_attention_only: bool = False
+    fused_logits: bool = False
+    layer_copies: float = 1.0
+    process_gb: float = PROCESS_GB
 
 
 @dataclass(frozen=True)
@@ -149,8 +156,46 @@ def check(settings: MemorySettings) -> MemorySettings:
     return settings
 
 
+def adapter_parameters(model: Architecture, rank: int, *, attention_only: bool = False) -> int:
+    """Parameters of LoRA adapters on the linear layers; experts count as one MLP of the width that a token uses."""
+    query, key_value = model.heads * model.head_size, model.kv_heads * model.head_size
+    attention = 2 * (model.hidden + query) + 2 * (model.hidden + key_value)
+    mlp = 0 if attention_only else 3 * (model.hidden + model.mlp_width)
+    return rank * (model.attention_layers * attention + model.layers * mlp)
+
+
+def _adapted(model: Architecture, run: MemorySettings) -> MemoryNeed:
+    """A trainer of LoRA adapters: frozen weights without gradients, adapters with their optimiser."""
+    weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
+    count = adapter_parameters(model, run.lora_rank, attention_only=run.lora_attention_only)
+    parts = run.gpus if run.zero >= 3 else run.tp * run.pp
+    formula = f"{count:,} x {ADAPTER_BYTES} B (rank {run.lora_rank}, Adam) / {parts}"
+    adapters = MemoryTerm("adapters", formula, count * ADAPTER_BYTES / parts / GB, divides_by_gpus=run.zero >= 3)
+    working = [*_activations(model, run, training=True), *_training_logits(model, run), *_gathered(model, run)]
+    process = _process(run)
+    moved = (weights, adapters) if run.offload == "all" else ()
+    kept = () if moved else (weights, adapters)
+    return MemoryNeed("trainer", (weights, adapters, *working, process), (*kept, process), moved, run.gpus, model.notes)
+
+
+def _training_logits(model: Architecture, run: MemorySettings) -> list[MemoryTerm]:
+    if run.fused_logits:
+        return []
+    return [_logits(model, run, LOGIT_BYTES_TRAINING + 4 if PRECISIONS[run.precision] == 4 else LOGIT_BYTES_TRAINING)]
+
+
+def _gathered(model: Architecture, run: MemorySettings) -> list[MemoryTerm]:
+    if run.zero < 3 or run.gpus // (run.tp * run.pp) <= 1:
+        return []
+    layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
+    # Weights kept in fp32 are gathered in bf16.
+    gathered = 2 * layer * min(2.0, PRECISIONS[run.precision]) / GB
+    return [MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x bf16", gathered)]
+
+
 def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
-    replicas = run.gpus // (run.tp * run.pp)
+    if run.lora_rank:
+        return _adapted(model, run)
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     gradients = _states(
         "gradients", model, run, PRECISIONS[run.gradients], sharded=run.zero >= 2, word=f"{run.gradients} gradients"
@@ -159,12 +204,8 @@ def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
     master = 4.0 if run.master_weights and PRECISIONS[run.precision] < 4 else 0.0
     word = f"{run.optimizer}: {meaning}" + (" + fp32 copy" if master else "")
     optimizer = _states("optimiser", model, run, moments + master, sharded=run.zero >= 1, word=word)
-    working = [*_activations(model, run, training=True), _logits(model, run, LOGIT_BYTES_TRAINING)]
-    if run.zero >= 3 and replicas > 1:
-        layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
-        gathered = 2 * layer * PRECISIONS[run.precision] / GB
-        working.append(MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x {run.precision}", gathered))
-    process = _process()
+    working = [*_activations(model, run, training=True), *_training_logits(model, run), *_gathered(model, run)]
+    process = _process(run)
     moved = {"none": (), "optimizer": (optimizer,), "all": (weights, gradients, optimizer)}[run.offload]
     kept = tuple(term for term in (weights, gradients, optimizer) if term not in moved)
     # Gradients are freed between steps, not moved.
@@ -181,13 +222,9 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         f"{model.parameters:,} x {precision:g} B / tp {run.rollout_tp}",
         model.parameters * precision / run.rollout_tp / GB,
     )
-    per_token = (
-        model.layers
-        * model.kv_per_token_and_layer
-        * PRECISIONS[run.kv_precision]
-        / min(run.rollout_tp, model.kv_shards)
-    )
-    process = _process()
+    values = model.cached_values(run.sequence_length) / run.sequence_length
+    per_token = values * PRECISIONS[run.kv_precision] / min(run.rollout_tp, model.kv_shards)
+    process = _process(run)
     notes: list[str] = []
     if run.gpu_memory_gb is None:
         cached = run.concurrent * run.sequence_length
@@ -211,7 +248,7 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
 def _inference(model: Architecture, run: MemorySettings) -> MemoryNeed:
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     working = [*_activations(model, run, training=False), _logits(model, run, LOGIT_BYTES_FORWARD)]
-    process = _process()
+    process = _process(run)
     moved = run.offload == "all"
     resident = (process,) if moved else (weights, process)
     return MemoryNeed("inference", (weights, *working, process), resident, (weights,) if moved else (), run.gpus)
@@ -249,7 +286,8 @@ def _activations(model: Architecture, run: MemorySettings, *, training: bool) ->
     tokens = run.micro_batch * run.sequence_length
     # A norm keeps its input in fp32 and its output in bf16: three values of two bytes each.
     heads = (model.heads + model.kv_heads) * model.head_size
-    values = (2 + 3 * model.norm_count) * model.hidden + (5 if model.qk_norm else 2) * heads + 4 * model.mlp_width
+    normed = model.qk_norm and training and not run.checkpointing
+    values = (2 + 3 * model.norm_count) * model.hidden + (5 if normed else 2) * heads + 4 * model.mlp_width
     layer = 2 * tokens * values / run.tp / GB
     shown = f"{tokens:,} tokens x {values:,} values x 2 B / tp {run.tp}"
     if not training:
@@ -261,8 +299,12 @@ def _activations(model: Architecture, run: MemorySettings, *, training: bool) ->
     inputs = 2 * tokens * model.hidden * depth / GB
     return [
         MemoryTerm("checkpoints", f"{depth} layers x {tokens:,} tokens x {model.hidden:,} values x 2 B", inputs),
-        MemoryTerm("one layer", shown, layer),
+        MemoryTerm("one layer", shown + _copies(run), layer * run.layer_copies),
     ]
+
+
+def _copies(run: MemorySettings) -> str:
+    return "" if run.layer_copies == 1 else f" x {run.layer_copies:.2f} copies"
 
 
 def _logits(model: Architecture, run: MemorySettings, size: int) -> MemoryTerm:
@@ -271,8 +313,8 @@ def _logits(model: Architecture, run: MemorySettings, size: int) -> MemoryTerm:
     return MemoryTerm("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
 
 
-def _process() -> MemoryTerm:
-    return MemoryTerm("process", "CUDA context and communication buffers", PROCESS_GB)
+def _process(run: MemorySettings) -> MemoryTerm:
+    return MemoryTerm("process", "CUDA context and communication buffers", run.process_gb)
 
 
 def _word(option: str, word: str, known: Mapping[str, object]) -> str:

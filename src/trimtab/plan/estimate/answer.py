@@ -1,0 +1,82 @@
+"""The whole answer of an estimate: a step with its interval, memory, throughput, staleness, and what a run costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.phases import Phase, phases
+from trimtab.plan.estimate.step import Run, StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Range:
+    """Low, likely and high: nine of ten measured values lay between low and high."""
+
+    low: float
+    likely: float
+    high: float
+
+    @classmethod
+    def of(cls, likely: float, spread: float) -> Range:
+        return cls(likely * math.exp(-spread), likely, likely * math.exp(spread))
+
+    def times(self, factor: float) -> Range:
+        return Range(self.low * factor, self.likely * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step and a run take."""
+
+    run: Run
+    step: StepTime
+    seconds: Range
+    stages: tuple[tuple[str, Range, str], ...]
+    phases: tuple[Phase, ...]
+    memory_spread: float
+    host_gb: float
+    tokens_per_gpu: float
+    mfu: float
+    mean_staleness: float
+    greatest_staleness: float
+
+    def hours(self, steps: int) -> Range:
+        return self.seconds.times(steps / 3600)
+
+    def gpu_hours(self, steps: int) -> Range:
+        return self.hours(steps).times(self.run.gpus)
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.gb <= phase.gpu_gb for phase in self.phases) and self.step.slots >= 1
+
+
+def estimate(run: Run, c: Constants, offload: str = "all") -> Estimate:
+    step = step_time(run, c)
+    tokens = run.samples * run.lengths.mean
+    mean, greatest = staleness(run, step)
+    found, host = phases(run, c, offload)
+    return Estimate(
+        run=run,
+        step=step,
+        seconds=Range.of(step.seconds, c.step_error),
+        stages=tuple((stage.name, Range.of(stage.seconds, c.stage_error), stage.limit) for stage in step.stages),
+        phases=found,
+        memory_spread=c.memory_error,
+        host_gb=host,
+        tokens_per_gpu=tokens / step.seconds / run.gpus,
+        mfu=step.flops / (run.gpus * run.gpu.flops(run.trainer.precision) * step.seconds),
+        mean_staleness=mean,
+        greatest_staleness=greatest,
+    )
+
+
+def staleness(run: Run, step: StepTime) -> tuple[float, float]:
+    """(mean, greatest) steps between the weights that decoded a sample and the step that trains on it."""
+    if run.mode == "sync" or not run.rollout_gpus:
+        return 0.0, 0.0
+    greatest = max(1.0, run.staleness) if run.staleness >= 1 or not run.staleness else run.staleness
+    behind = step.stage("generate") / step.seconds
+    return min(greatest, behind), greatest
