@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from bench.truth import Judge, fit, half_width, median_p90, rows  # noqa: E402
+
 from trimtab.plan.estimate.constants import Constants  # noqa: E402
 from trimtab.plan.estimate.step import step_time  # noqa: E402
 

@@ -121,7 +121,9 @@ def step_scores(judge: Judge) -> list[Score]:
     errors = judge.step_errors(judged)
     plain = np.array([np.log(plain_seconds(row.run) / row.seconds) for row in judged])
     lines = [errors_line("step, model left out", errors, plain, (0.18, 0.40))]
-    lines.append(errors_line("step, one other row of its release and model measured", one_measured(judge), None, (0.12, 0.25)))
+    lines.append(
+        errors_line("step, one other row of its release and model measured", one_measured(judge), None, (0.12, 0.25))
+    )
     right, total = pairs_right(judged, judge.step)
     guessed, _ = pairs_right(judged, lambda row: plain_seconds(row.run))
     share = right / total
@@ -200,15 +202,21 @@ def memory_scores(judge: Judge) -> list[Score]:
                 errors.append(fit.memory_gb(point, _memory(point.point.family)) / point.point.value - 1)
         over += errors
         mean = float(np.mean(np.abs(errors)))
-        lines.append(Score(f"memory of {phase} on one GPU: mean error", len(errors), f"{mean:.1%}", "", "<= 5%", mean <= 0.05))
+        lines.append(
+            Score(f"memory of {phase} on one GPU: mean error", len(errors), f"{mean:.1%}", "", "<= 5%", mean <= 0.05)
+        )
     errors = [fit.peak_gb(trainer, row, _memory(point.family)) / peak - 1 for point, trainer, row, peak in _peaks()]
     mean = float(np.mean(np.abs(errors)))
-    lines.append(Score("memory, peaks of a sharded trainer: mean error", len(errors), f"{mean:.1%}", "", "<= 5%", mean <= 0.05))
+    lines.append(
+        Score("memory, peaks of a sharded trainer: mean error", len(errors), f"{mean:.1%}", "", "<= 5%", mean <= 0.05)
+    )
     high = np.exp(fit.START.memory_error)
     beyond = [1 / ((1 + error) * high) - 1 for error in over]
     share, worst = float(np.mean([value > 0 for value in beyond])), max(beyond)
     text = f"{share:.1%}, worst by {worst:.0%}"
-    lines.append(Score("stated high of memory exceeded", len(over), text, "", "<= 1%, by <= 5%", share <= 0.01 and worst <= 0.05))
+    lines.append(
+        Score("stated high of memory exceeded", len(over), text, "", "<= 1%, by <= 5%", share <= 0.01 and worst <= 0.05)
+    )
     return lines
 
 
@@ -223,7 +231,9 @@ def _memory(family: str) -> Constants:
 
 def _peaks() -> list[tuple[rows.Point, rows.Trainer, Mapping[str, str], float]]:
     table = rows.read("prime_rl_trainer")
-    return [(point, trainer, row, peak) for (point, trainer, _, peak), row in zip(rows.trainer_points(), table, strict=True)]
+    return [
+        (point, trainer, row, peak) for (point, trainer, _, peak), row in zip(rows.trainer_points(), table, strict=True)
+    ]
 
 
 def scores() -> list[Score]:
@@ -250,7 +260,9 @@ def main() -> None:
         print(f"{score.what:66} {score.count:>5}  {score.value:<18} {score.plain:<18} {score.goal:<17} {mark}")
     families = sorted({row.family for row in judged})
     frameworks = sorted({row.row["framework"].rsplit(" ", 1)[0] for row in judged})
-    print(f"\n{len(judged)} complete steps, all of {', '.join(frameworks)}, of {len(families)} models: {', '.join(families)}")
+    print(
+        f"\n{len(judged)} complete steps, all of {', '.join(frameworks)}, of {len(families)} models: {', '.join(families)}"
+    )
     judge = Judge()
     for row in judged:
         took = judge.step(row)

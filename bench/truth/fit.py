@@ -35,9 +35,27 @@ SERVING = (
     *("weight_share", "expert_share", "cache_share", "compute_share", "overlap", "layer_us", "moe_layer_us"),
     *("step_ms", "sequence_us", "hop_us", "link_share"),
 )
-SYNCS = ("broadcast_s", "broadcast_s_per_gb", "packed_s", "packed_s_per_gb", "ipc_s", "ipc_s_per_gb", "delta_s", "delta_s_per_gb")
+SYNCS = (
+    "broadcast_s",
+    "broadcast_s_per_gb",
+    "packed_s",
+    "packed_s_per_gb",
+    "ipc_s",
+    "ipc_s_per_gb",
+    "delta_s",
+    "delta_s_per_gb",
+)
 TRAINING = ("train_share", "narrow_hidden", "expert_train_share", "attention_share", "train_link_share")
-STEPS = ("rollout_factor", "async_steady", "forward_factor", "update_s", "host_share", "fixed_s", "sample_ms", "token_us")
+STEPS = (
+    "rollout_factor",
+    "async_steady",
+    "forward_factor",
+    "update_s",
+    "host_share",
+    "fixed_s",
+    "sample_ms",
+    "token_us",
+)
 MOST = {"overlap": 1.0, "async_steady": 1.0, **dict.fromkeys(("rollout_factor",), 3.0)}
 SHARE = 0.92
 CAP = 1.0
@@ -178,7 +196,13 @@ def fit_steps(without: str | None, start: Constants) -> Constants:
         ]
         return np.array([*of_steps, *(0.3 * value for value in of_trainers)])
 
-    found = search(start, (*TRAINING, *STEPS, "packed_s", "packed_s_per_gb", "ipc_s", "ipc_s_per_gb"), error, rounds=25, prior=PRIOR)
+    found = search(
+        start,
+        (*TRAINING, *STEPS, "packed_s", "packed_s_per_gb", "ipc_s", "ipc_s_per_gb"),
+        error,
+        rounds=25,
+        prior=PRIOR,
+    )
     factors = []
     for release in releases:
         own = [np.log(row.seconds / step_time(row.run, found).seconds) for row in steps if row.run.release == release]

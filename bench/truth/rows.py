@@ -144,9 +144,7 @@ def serving_points() -> tuple[list[Point], Work]:
         model = catalogue.model(row["model"])[1]
         gpu = catalogue.gpu(row["gpu"])
         wide = int(row["attention_dp"])
-        engine = Engine(
-            model, gpu, max(int(row["tp"]), wide), wide, precision=row["precision"], backend=row["backend"]
-        )
+        engine = Engine(model, gpu, max(int(row["tp"]), wide), wide, precision=row["precision"], backend=row["backend"])
         prompt, answer, batch = float(row["isl"]), float(row["osl"]), float(row["concurrency"])
         works.append(decode_work(engine, batch, prompt + answer / 2, batch / answer * prompt, prompt))
         points.append(Point(family(row["model"]), row["id"], float(row["tpot_ms"]) / 1e3, gpu.name))
@@ -180,7 +178,9 @@ def sync_points() -> list[tuple[Point, str, Run]]:
     base = step_rows()[0][0].run
     points = []
     for row in read("weight_sync"):
-        known = catalogue.canonical(re.sub(r" (offload off|FP8|BF16|NVFP4).*$", "", row["model"]).replace("K2.6", "K2.5"))
+        known = catalogue.canonical(
+            re.sub(r" (offload off|FP8|BF16|NVFP4).*$", "", row["model"]).replace("K2.6", "K2.5")
+        )
         if known is None:
             known = {"GLM-4.5 355B-A32B": "glm-4.5", "Kimi-K2 FP8": "kimi-k2"}.get(row["model"], "")
         if not known:
@@ -189,10 +189,18 @@ def sync_points() -> list[tuple[Point, str, Run]]:
         transport = "broadcast" if method.startswith("verl nccl") else "packed"
         transport = {"verl delta_sharded": "delta", "slime bf16": "ipc", "slime fp8": "ipc"}.get(method, transport)
         model = catalogue.model(known)[1]
-        precision = "fp8" if "FP8" in row["model"] or "fp8" in method else "nvfp4" if "NVFP4" in row["model"] else "bf16"
+        precision = (
+            "fp8" if "FP8" in row["model"] or "fp8" in method else "nvfp4" if "NVFP4" in row["model"] else "bf16"
+        )
         engine = replace(base.engine, model=model, precision=precision)
         label = f"{method}, {row['model']}, {row['placement']}"
-        points.append((Point(known, label, float(row["seconds"]), transport), transport, replace(base, model=model, engine=engine)))
+        points.append(
+            (
+                Point(known, label, float(row["seconds"]), transport),
+                transport,
+                replace(base, model=model, engine=engine),
+            )
+        )
     return points
 
 

@@ -54,9 +54,7 @@ class PassTime:
         return max(parts, key=parts.__getitem__)
 
 
-def pass_time(
-    run: Trainer, tokens: float, length: float, updates: float, c: Constants, *, backward: bool
-) -> PassTime:
+def pass_time(run: Trainer, tokens: float, length: float, updates: float, c: Constants, *, backward: bool) -> PassTime:
     """A pass over so many tokens in sequences of `length`, in so many optimiser steps."""
     model, gpu = run.model, run.gpu
     forwards = 1.0
