@@ -1,7 +1,7 @@
 """Fits the constants of `trimtab estimate` on the public rows of bench/truth and writes them into the package.
 
-    python tools/calibrate.py            # prints what it found, with the errors in sample
-    python tools/calibrate.py --write    # also writes src/trimtab/plan/estimate/constants.py
+python tools/calibrate.py            # prints what it found, with the errors in sample
+python tools/calibrate.py --write    # also writes src/trimtab/plan/estimate/constants.py
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ def intervals(found: Constants) -> Constants:
     points = rows.memory_points()
     families = {point.point.family for point in points}
     kept = {family: fit.fit_memory(family, fit.START) for family in families}
-    memory = [np.log(point.point.value / fit.memory_gb(point, kept[point.point.family])) for point in points]
+
+    def beyond(phase: str) -> float:
+        own = [point for point in points if point.phase == phase]
+        under = [np.log(point.point.value / fit.memory_gb(point, kept[point.point.family])) for point in own]
+        return float(max(0.0, np.quantile(under, 0.99)))
+
     return replace(
         found,
         step_error=half_width(steps),
         stage_error=half_width(steps) * 2**0.5,
-        memory_error=float(max(0.0, np.quantile(memory, 0.99))),
+        memory_error=beyond("training"),
+        engine_memory_error=beyond("generation"),
     )
 
 

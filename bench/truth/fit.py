@@ -1,6 +1,6 @@
 """Fits the constants of the estimates: the least mean error of logarithms, one constant after another, in three stages.
 
-Serving points give the constants of decoding; weight syncs those of refits; trainers' micro-batches and steps of RL, with
+Serving points give the constants of decoding; weight syncs those of refits; trainers' micro-batches and steps, with
 decoding fixed, the others. Each constant is held near its start by a weak prior, so that few rows cannot carry it away.
 """
 

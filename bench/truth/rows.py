@@ -21,7 +21,6 @@ from trimtab.plan.estimate.training import Trainer
 FOLDER = Path(__file__).parent
 PROMPT = 200.0
 """Tokens of a prompt where a source does not state them."""
-GB200_NODE = 4
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ class MemoryPoint:
 def memory_points() -> list[MemoryPoint]:
     points = []
     for row in read("memory_points"):
-        name, model = catalogue.model(row["model"])
+        model = catalogue.model(row["model"])[1]
         device = row["device"] if row["device"] != "not stated" else "NVIDIA L4"
         at_once = min(int(row["micro_batch"]), int(row["group_size"]) * int(row["prompts"]))
         label = f"{row['file']}, {row['phase']}, {row['seq_len']} tokens x {at_once}, rank {row['lora_rank']}"

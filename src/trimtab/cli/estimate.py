@@ -14,7 +14,7 @@ from trimtab.render.output import Format, answer
 
 def estimate(
     file: Annotated[
-        Path | None, typer.Argument(help="A verl, NeMo RL or OpenRLHF config, or a job file; options override it.")
+        Path | None, typer.Argument(help="An RLinf, verl, NeMo RL or OpenRLHF config, or a job file.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")

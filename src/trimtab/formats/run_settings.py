@@ -50,12 +50,14 @@ def parallel(text: str, option: str, words: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _word(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def build(given: Mapping[str, Any]) -> Settings:

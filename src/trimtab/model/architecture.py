@@ -1,7 +1,7 @@
 """What a model costs, from the fields of its Hugging Face `config.json`: parameters, cached values, FLOPs.
 
 Counts are exact for the common decoder families (Llama, Mistral, Qwen, Gemma, Mixtral, DeepSeek, GLM, gpt-oss); for an
-unknown family or a part that is left out there is a note. Nothing is downloaded and no model code runs: only numbers are
+unknown family or a part that is left out there is a note. Nothing is downloaded, no model code runs: only numbers are
 read.
 """
 

@@ -15,6 +15,7 @@ from trimtab.formats import job, yaml_text
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 from trimtab.formats.frameworks.openrlhf import config as openrlhf
+from trimtab.formats.frameworks.rlinf import config as rlinf
 from trimtab.formats.frameworks.verl import config as verl
 from trimtab.formats.load import refuse_non_rl
 
@@ -30,6 +31,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
     composed = compose(path, overrides)
     refuse_non_rl(composed.config, str(path))
     known: tuple[tuple[Callable[[ConfigReader], bool], Callable[[ConfigReader], Inputs]], ...] = (
+        (rlinf.matches, _rlinf),
         (verl.matches, _verl),
         (nemo_rl.matches, _nemo_rl),
         (openrlhf.matches, _openrlhf),
@@ -38,7 +40,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
         if matches(composed.reader):
             return _stated(inputs(composed.reader))
     raise InputError(
-        "estimates read job files and the configs of verl, NeMo RL and OpenRLHF",
+        "estimates read job files and the configs of RLinf, verl, NeMo RL and OpenRLHF",
         where=str(path),
         hint="give --model, --gpus, --samples and --max-tokens instead",
     )
@@ -160,4 +162,29 @@ def _openrlhf(reader: ConfigReader) -> Inputs:
         "train_batch": _int(reader, "train.batch_size"),
         "rollout": {"tp": tp, "memory": _number(reader, "vllm.gpu_memory_utilization")},
         "train": {"backend": "fsdp"},
+    }
+
+
+def _rlinf(reader: ConfigReader) -> Inputs:
+    group = _int(reader, "algorithm.group_size") or 1
+    samples = _product(_int(reader, "data.rollout_batch_size"), group)
+    batches = _int(reader, "algorithm.n_minibatches")
+    return {
+        "framework": "rlinf",
+        "model": reader.get("rollout.model.model_path", reader.get("rollout.model_dir")),
+        "gpus": _product(_int(reader, "cluster.num_nodes"), _int(reader, "cluster.num_gpus_per_node")),
+        "algorithm": reader.get("algorithm.adv_type"),
+        "samples": samples,
+        "train_batch": samples // batches if samples and batches else None,
+        "max_tokens": _int(reader, "runner.seq_length"),
+        "rollout": {
+            "tp": _int(reader, "rollout.tensor_parallel_size"),
+            "memory": _number(reader, "rollout.gpu_memory_utilization"),
+            "sequences": _int(reader, "rollout.max_running_requests"),
+        },
+        "train": {
+            "tp": _int(reader, "actor.model.tensor_model_parallel_size"),
+            "pp": _int(reader, "actor.model.pipeline_model_parallel_size"),
+            "cp": _int(reader, "actor.model.context_parallel_size"),
+        },
     }

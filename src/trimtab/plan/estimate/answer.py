@@ -35,7 +35,6 @@ class Estimate:
     seconds: Range
     stages: tuple[tuple[str, Range, str], ...]
     phases: tuple[Phase, ...]
-    memory_spread: float
     host_gb: float
     tokens_per_gpu: float
     mfu: float
@@ -64,7 +63,6 @@ def estimate(run: Run, c: Constants, offload: str = "all") -> Estimate:
         seconds=Range.of(step.seconds, c.step_error),
         stages=tuple((stage.name, Range.of(stage.seconds, c.stage_error), stage.limit) for stage in step.stages),
         phases=found,
-        memory_spread=c.memory_error,
         host_gb=host,
         tokens_per_gpu=tokens / step.seconds / run.gpus,
         mfu=step.flops / (run.gpus * run.gpu.flops(run.trainer.precision) * step.seconds),

@@ -34,7 +34,8 @@ class Lengths:
         scale = _scale(answer / cap) * cap
         edges = np.linspace(0.0, cap, POINTS + 1)
         alive = np.exp(-edges / scale)
-        shares = [(float((a + b) / 2), float(x - y)) for a, b, x, y in zip(edges, edges[1:], alive, alive[1:])]
+        middles, ended = (edges[1:] + edges[:-1]) / 2, -np.diff(alive)
+        shares = zip(middles.tolist(), ended.tolist(), strict=True)
         return cls(prompt, (*shares, (cap, float(alive[-1]))))
 
     @classmethod

@@ -1,10 +1,12 @@
 """GB of each phase of a step on each GPU: generation, log-probs, update, and the wake-up with two sets of weights.
 
-The terms are those of `memory`; what shares a GPU adds what stays behind while another component runs. GB are 2^30 bytes.
+The terms are those of `memory`; what shares a GPU adds what stays behind while another component
+runs. GB are 2^30 bytes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from trimtab.model.architecture import Architecture
@@ -25,10 +27,15 @@ class Phase:
     name: str
     terms: tuple[tuple[str, float], ...]
     gpu_gb: float
+    spread: float
 
     @property
     def gb(self) -> float:
         return sum(size for _, size in self.terms)
+
+    @property
+    def high_gb(self) -> float:
+        return self.gb * math.exp(self.spread)
 
 
 def context_gb(gpu: GpuKind, c: Constants) -> float:
@@ -37,7 +44,7 @@ def context_gb(gpu: GpuKind, c: Constants) -> float:
 
 
 def layer_copies(model: Architecture, c: Constants) -> float:
-    """How often the values of one layer exist at the peak of a backward pass; dispatched tokens of experts add to it."""
+    """How often the values of a layer exist at the peak of a backward pass; tokens sent to experts add to it."""
     return c.layer_copies + (c.expert_copies if model.experts else 0.0)
 
 
@@ -74,14 +81,14 @@ def phases(run: Run, c: Constants, offload: str = "all") -> tuple[tuple[Phase, .
     asleep = ("engine, asleep", 0.0)  # its context is in the process's term
     cache = max(0.0, share - weights)
     terms = [("weights", weights), ("KV cache and graphs", cache), ("process", context)]
-    generate = Phase("generate", (*terms, *((parked,) if shared else ())), engine_gpu.memory_gb)
+    generate = Phase("generate", (*terms, *((parked,) if shared else ())), engine_gpu.memory_gb, c.engine_memory_error)
     found = [generate]
     for name, need in (("log-probs", inference), ("update", trainer)):
         sizes = tuple((term.name, term.gb) for term in need.active)
-        found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room))
+        found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room, c.memory_error))
     if shared:
         own = next((term.gb for term in trainer.active if term.name == "weights"), 0.0)
         woken = (("engine's weights", weights), ("trainer's weights", own), ("process", context), parked)
-        found.append(Phase("wake with both weights", woken, room))
+        found.append(Phase("wake with both weights", woken, room, c.engine_memory_error))
     moved = trainer.host_gb if shared else 0.0
     return tuple(found), moved * min(run.gpus, run.gpu.gpus_per_node)

@@ -1,7 +1,7 @@
 """Seconds of an RL step and of its stages, from what is known before a launch.
 
-Synchronous training adds its stages up. Asynchronous training decodes on GPUs of its own beside training: the longer side
-counts, then the weights are sent. Every stage says what limits it.
+Synchronous training adds its stages up. Asynchronous training decodes on GPUs of its own beside training: the longer
+side counts, then the weights are sent. Every stage says what limits it.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def as_data(
         "memory_gb": {
             phase.name: {
                 "likely": round(phase.gb, 2),
-                "high": round(phase.gb * math.exp(found.memory_spread), 2),
+                "high": round(phase.high_gb, 2),
                 "gpu": phase.gpu_gb,
                 "terms": {name: round(size, 2) for name, size in phase.terms if size},
             }
@@ -128,10 +128,12 @@ def show(data: Mapping[str, Any]) -> None:
         parts = ", ".join(f"{term} {size:.1f}" for term, size in phase["terms"].items())
         mark = "" if phase["likely"] <= phase["gpu"] else "  does not fit"
         sizes.append((name, f"{phase['likely']:.1f}", f"{phase['high']:.1f}", f"{phase['gpu']:g}{mark}", parts))
-    out.print(text_table(("\nGB of a GPU", "\n>likely", "\n>high", "\n>has", "\nof which"), sizes))
+    out.print()
+    out.print(text_table(("GB of a GPU", ">likely", ">high", ">has", "of which"), sizes))
     out.print(
         f"\n{data['tokens_per_second_and_gpu']:,.0f} tokens/s/GPU, MFU {data['mfu']:.1%}, "
-        f"{data['sequences_at_once']} sequences at once on an engine, {data['host_memory_gb']:g} GB of host memory a node",
+        f"{data['sequences_at_once']} sequences at once on an engine, "
+        f"{data['host_memory_gb']:g} GB of host memory per node",
         markup=False,
     )
     if data["mode"] == "async":
