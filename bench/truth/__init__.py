@@ -20,7 +20,7 @@ from bench.truth import fit, rows
 from bench.truth.fit import Errors
 from bench.truth.rows import StepRow
 from trimtab.plan.estimate.constants import Constants
-from trimtab.plan.estimate.step import Run, refit_seconds, step_time
+from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 from trimtab.plan.estimate.training import pass_time
 
 PLAIN_MFU = 0.4
@@ -40,7 +40,7 @@ class Score:
     met: bool | None = None
 
 
-def plain_seconds(run: Run) -> float:
+def plain_seconds(run: RunInputs) -> float:
     """The plain guess of a step."""
     tokens = run.samples * run.lengths.mean
     train = 6 * run.model.active_parameters * tokens * (1 + len(run.passes) / 3)

@@ -14,8 +14,8 @@ from trimtab.formats import catalogue
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate.lengths import Lengths
-from trimtab.plan.estimate.serving import Engine, Work, decode_work
-from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, Run
+from trimtab.plan.estimate.serving import EngineReplica, Work, decode_work
+from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
 from trimtab.plan.estimate.training import Trainer
 
 FOLDER = Path(__file__).parent
@@ -29,7 +29,7 @@ class StepRow:
 
     row: Mapping[str, str]
     family: str
-    run: Run
+    run: RunInputs
     seconds: float
     stages: Mapping[str, float]
 
@@ -97,7 +97,7 @@ def step_rows() -> tuple[list[StepRow], list[tuple[str, list[str]]]]:
     return complete, others
 
 
-def run_of(row: Mapping[str, str]) -> Run:
+def run_of(row: Mapping[str, str]) -> RunInputs:
     """The inputs of a published step; what is not stated is as in the framework's recipe for the model."""
     model = catalogue.model(_bare(row["model"]))[1]
     gpu = catalogue.gpu(row["gpu"])
@@ -109,14 +109,14 @@ def run_of(row: Mapping[str, str]) -> Run:
     precision = "fp8" if "fp8" in row["model"].lower() else "bf16"
     mean, most = float(row["avg_len"]), float(row["max_len"])
     nemo = row["framework"].startswith("NeMo")
-    return Run(
+    return RunInputs(
         model=model,
         gpu=gpu,
         gpus=gpus,
         samples=int(row["samples_per_step"]),
         train_batch=int(row["train_batch"]),
         lengths=Lengths.capped(min(mean, most), most, min(PROMPT, mean / 2)),
-        engine=Engine(model, gpu, tp=engine.get("tp", 1), precision=precision),
+        engine=EngineReplica(model, gpu, tp=engine.get("tp", 1), precision=precision),
         trainer=Trainer(
             model, gpu, gpus - apart, **trainer, precision=precision, micro_tokens=most, recompute=False, fsdp=not nemo
         ),
@@ -143,7 +143,9 @@ def serving_points() -> tuple[list[Point], Work]:
         model = catalogue.model(row["model"])[1]
         gpu = catalogue.gpu(row["gpu"])
         wide = int(row["attention_dp"])
-        engine = Engine(model, gpu, max(int(row["tp"]), wide), wide, precision=row["precision"], backend=row["backend"])
+        engine = EngineReplica(
+            model, gpu, max(int(row["tp"]), wide), wide, precision=row["precision"], backend=row["backend"]
+        )
         prompt, answer, batch = float(row["isl"]), float(row["osl"]), float(row["concurrency"])
         works.append(decode_work(engine, batch, prompt + answer / 2, batch / answer * prompt, prompt))
         points.append(Point(family(row["model"]), row["id"], float(row["tpot_ms"]) / 1e3, gpu.name))
@@ -172,7 +174,7 @@ def trainer_points() -> list[tuple[Point, Trainer, float, float]]:
 
 
 @cache
-def sync_points() -> list[tuple[Point, str, Run]]:
+def sync_points() -> list[tuple[Point, str, RunInputs]]:
     """(measured seconds of a weight sync, transport, a run with its model)."""
     base = step_rows()[0][0].run
     points = []

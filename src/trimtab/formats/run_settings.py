@@ -13,8 +13,8 @@ from trimtab.formats import catalogue
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import BITS, GpuKind
 from trimtab.plan.estimate.lengths import Lengths
-from trimtab.plan.estimate.serving import Engine, weight_bytes
-from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, Run
+from trimtab.plan.estimate.serving import EngineReplica, weight_bytes
+from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
 from trimtab.plan.estimate.training import Trainer
 
 MODES = ("sync", "async", "colocate", "separate")
@@ -30,7 +30,7 @@ MOST = 10**9
 class Settings:
     """A run to estimate, under the names that a user gave, with what was assumed."""
 
-    run: Run
+    run: RunInputs
     model: str
     framework: str
     algorithm: str
@@ -101,7 +101,7 @@ class _Builder:
             raise InputError(
                 f"the engine's share of memory is {fraction}, not above 0 and at most 1", where="--rollout"
             )
-        run = Run(
+        run = RunInputs(
             model=model,
             gpu=gpu,
             gpus=gpus,
@@ -187,7 +187,7 @@ class _Builder:
             self.assumed.append(f"mean sequence: {mean:,.0f} tokens, half of the longest answer")
         return Lengths.capped(float(mean), float(most), float(prompt))
 
-    def _engine(self, model: Architecture, gpu: GpuKind, gpus: int, *, shared: bool) -> Engine:
+    def _engine(self, model: Architecture, gpu: GpuKind, gpus: int, *, shared: bool) -> EngineReplica:
         precision = self._precision(self.rollout, "precision", "bf16")
         tp = self.rollout.get("tp")
         if tp is None:
@@ -202,7 +202,7 @@ class _Builder:
         wide = int(self.rollout.get("dp", 1))
         if wide < 1 or int(tp) % wide:
             raise InputError(f"the engine's {tp} GPUs are no multiple of dp {wide}", where="--rollout")
-        return Engine(model, gpu, int(tp), wide, precision, kv, str(self.rollout.get("backend", "vllm")))
+        return EngineReplica(model, gpu, int(tp), wide, precision, kv, str(self.rollout.get("backend", "vllm")))
 
     def _trainer(self, model: Architecture, gpu: GpuKind, gpus: int, lengths: Lengths, framework: str) -> Trainer:
         sizes = {name: int(self.train.get(name, 1)) for name in ("tp", "pp", "cp", "ep")}
@@ -217,16 +217,21 @@ class _Builder:
         if gpus // sizes["pp"] % sizes["ep"]:
             raise InputError(f"ep {sizes['ep']} does not divide {gpus // sizes['pp']} GPUs of a stage", where="--train")
         recompute = self.train.get("recompute")
-        if recompute is None:
-            recompute = backend == "fsdp"
-            self.assumed.append("training: activations are " + ("computed again" if recompute else "kept"))
+        stated = recompute is not None
+        if not stated:
+            recompute = True
+            self.assumed.append("training: activations are computed again")
         return Trainer(
             model,
             gpu,
             gpus,
-            **sizes,
+            tp=sizes["tp"],
+            pp=sizes["pp"],
+            cp=sizes["cp"],
+            ep=sizes["ep"],
             fsdp=backend == "fsdp",
             recompute=str(recompute).lower() not in ("false", "0", "no", "none"),
+            recompute_timed=stated or backend == "fsdp",
             lora_rank=int(self.train.get("lora", 0)),
             precision=self._precision(self.train, "precision", "bf16"),
             micro_tokens=float(self.train.get("tokens", lengths.longest)),

@@ -80,7 +80,7 @@ def test_what_is_not_given_is_chosen_and_told(capsys: pytest.CaptureFixture[str]
         (("--gpu", "h100"), ("no model is given", "--model")),
         (("--model", "qwen3-8b"), ("no GPU kind is given", "--gpu")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--mode", "asinc"), ("unknown mode asinc", "did you mean async?")),
-        (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tb=2"), ("unknown key tb", "did you mean")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tb=2"), ("unknown key tb", "known: tp")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tp=3"), ("no multiple", "--train")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--gpus", "0"), ("--gpus is 0", "count")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--rollout", "memory=2"), ("share of memory", "--rollout")),

@@ -16,8 +16,8 @@ from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.estimate.lengths import Lengths
 from trimtab.plan.estimate.memory import MemorySettings, adapter_parameters
 from trimtab.plan.estimate.memory import estimate as memory_estimate
-from trimtab.plan.estimate.serving import Engine, decode_work, rollout_seconds, slots_of
-from trimtab.plan.estimate.step import Run, refit_seconds, step_time
+from trimtab.plan.estimate.serving import EngineReplica, decode_work, rollout_seconds, slots_of
+from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 from trimtab.plan.estimate.training import Trainer, pass_time
 
 H100 = catalogue.gpu("h100")
@@ -27,25 +27,25 @@ SPARSE = catalogue.model("qwen3-30b-a3b")[1]
 C = CONSTANTS
 
 
-def run(**changes: Any) -> Run:
-    base = Run(
+def run(**changes: Any) -> RunInputs:
+    base = RunInputs(
         model=LLAMA,
         gpu=H100,
         gpus=16,
         samples=2048,
         train_batch=512,
         lengths=Lengths.capped(1060, 4096, 200),
-        engine=Engine(LLAMA, H100),
+        engine=EngineReplica(LLAMA, H100),
         trainer=Trainer(LLAMA, H100, 16, pp=2, recompute=False),
     )
     return replace(base, **changes)
 
 
-def apart(**changes: Any) -> Run:
+def apart(**changes: Any) -> RunInputs:
     return run(rollout_gpus=8, mode="async", trainer=Trainer(LLAMA, H100, 8, recompute=False), **changes)
 
 
-def seconds(engine: Engine, batch: float, context: float) -> float:
+def seconds(engine: EngineReplica, batch: float, context: float) -> float:
     return float(decode_work(engine, batch, context).seconds(C))
 
 
@@ -74,31 +74,32 @@ def test_measured_lengths_are_taken_as_they_are() -> None:
 
 
 def test_a_decode_step_takes_longer_with_more_sequences_and_longer_ones() -> None:
-    engine = Engine(LLAMA, H100)
+    engine = EngineReplica(LLAMA, H100)
     took = [seconds(engine, batch, context) for batch, context in ((1, 1000), (64, 1000), (256, 1000), (256, 4000))]
     assert took == sorted(took)
     assert 0.004 < seconds(engine, 1, 1000) < 0.012  # 16 GB at 3.35 TB/s are 4.8 ms
 
 
 def test_more_sequences_touch_more_experts() -> None:
-    engine = Engine(SPARSE, H100)
+    engine = EngineReplica(SPARSE, H100)
     few, many = (decode_work(engine, batch, 1000.0).experts for batch in (1.0, 256.0))
     assert few * 10 < many < SPARSE.expert_parameters * 2 / H100.bandwidth
 
 
 def test_links_between_nodes_slow_an_engine_down() -> None:
-    inside, across = (decode_work(Engine(DENSE, H100, tp=tp), 64.0, 1000.0) for tp in (8, 16))
+    inside, across = (decode_work(EngineReplica(DENSE, H100, tp=tp), 64.0, 1000.0) for tp in (8, 16))
     assert across.hops > 2 * inside.hops
     assert across.link > inside.link
 
 
 def test_smaller_weights_decode_faster() -> None:
-    assert seconds(Engine(DENSE, H100, precision="fp8"), 8, 1000) < 0.7 * seconds(Engine(DENSE, H100), 8, 1000)
+    whole = EngineReplica(DENSE, H100)
+    assert seconds(replace(whole, precision="fp8"), 8, 1000) < 0.7 * seconds(whole, 8, 1000)
 
 
 def test_a_rollout_lasts_at_least_as_long_as_its_longest_answers() -> None:
     lengths = Lengths.capped(1060, 4096, 200)
-    engine = Engine(LLAMA, H100)
+    engine = EngineReplica(LLAMA, H100)
     whole = rollout_seconds(engine, 16, 2048, lengths, 1024, C)
     assert whole > 3896 * seconds(engine, 1, 4096) * 0.9
     assert rollout_seconds(engine, 16, 2048, lengths, 16, C) > whole  # in waves
@@ -107,11 +108,11 @@ def test_a_rollout_lasts_at_least_as_long_as_its_longest_answers() -> None:
 
 def test_the_cache_limits_how_many_sequences_run_at_once() -> None:
     lengths = Lengths.capped(3206, 4096, 200)
-    slots, limit = slots_of(Engine(DENSE, H100, tp=4), lengths, 0.6, 1024, 4.0)
+    slots, limit = slots_of(EngineReplica(DENSE, H100, tp=4), lengths, 0.6, 1024, 4.0)
     assert limit == "KV cache"
     assert 100 < slots < 400
-    assert slots_of(Engine(DENSE, H100), lengths, 0.6, 1024, 4.0)[0] == 0
-    assert slots_of(Engine(LLAMA, H100), lengths, 0.9, 8, 4.0) == (8, "max sequences")
+    assert slots_of(EngineReplica(DENSE, H100), lengths, 0.6, 1024, 4.0)[0] == 0
+    assert slots_of(EngineReplica(LLAMA, H100), lengths, 0.9, 8, 4.0) == (8, "max sequences")
 
 
 def test_an_update_costs_three_forward_passes_and_four_with_recompute() -> None:
@@ -163,9 +164,10 @@ def test_algorithms_decide_which_passes_exist() -> None:
 
 
 def test_transports_differ_and_small_models_sync_faster() -> None:
-    big, small = (refit_seconds(model, Engine(model, H100), "broadcast", C, shared=False) for model in (DENSE, LLAMA))
+    engines = [EngineReplica(model, H100) for model in (DENSE, LLAMA)]
+    big, small = (refit_seconds(engine.model, engine, "broadcast", C, shared=False) for engine in engines)
     assert small < big
-    assert refit_seconds(DENSE, Engine(DENSE, H100), "packed", C, shared=False) < big
+    assert refit_seconds(DENSE, EngineReplica(DENSE, H100), "packed", C, shared=False) < big
 
 
 def test_the_interval_holds_the_likely_value_and_is_no_wider_than_two_and_a_half() -> None:
@@ -216,7 +218,7 @@ def test_published_steps_lie_within_the_stated_interval(
             model=model,
             gpus=gpus,
             lengths=Lengths.capped(mean, 4096, 200),
-            engine=Engine(model, H100, tp=engine_tp),
+            engine=EngineReplica(model, H100, tp=engine_tp),
             trainer=Trainer(model, H100, gpus, **train, recompute=False),
         ),
         C,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.phases import Phase, phases
-from trimtab.plan.estimate.step import Run, StepTime, step_time
+from trimtab.plan.estimate.step import RunInputs, StepTime, step_time
 
 
 @dataclass(frozen=True)
-class Range:
+class Interval:
     """Low, likely and high: nine of ten measured values lay between low and high."""
 
     low: float
@@ -19,21 +19,21 @@ class Range:
     high: float
 
     @classmethod
-    def of(cls, likely: float, spread: float) -> Range:
+    def of(cls, likely: float, spread: float) -> Interval:
         return cls(likely * math.exp(-spread), likely, likely * math.exp(spread))
 
-    def times(self, factor: float) -> Range:
-        return Range(self.low * factor, self.likely * factor, self.high * factor)
+    def times(self, factor: float) -> Interval:
+        return Interval(self.low * factor, self.likely * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
 class Estimate:
     """What a step and a run take."""
 
-    run: Run
+    run: RunInputs
     step: StepTime
-    seconds: Range
-    stages: tuple[tuple[str, Range, str], ...]
+    seconds: Interval
+    stages: tuple[tuple[str, Interval, str], ...]
     phases: tuple[Phase, ...]
     host_gb: float
     tokens_per_gpu: float
@@ -41,10 +41,10 @@ class Estimate:
     mean_staleness: float
     greatest_staleness: float
 
-    def hours(self, steps: int) -> Range:
+    def hours(self, steps: int) -> Interval:
         return self.seconds.times(steps / 3600)
 
-    def gpu_hours(self, steps: int) -> Range:
+    def gpu_hours(self, steps: int) -> Interval:
         return self.hours(steps).times(self.run.gpus)
 
     @property
@@ -52,7 +52,7 @@ class Estimate:
         return all(phase.gb <= phase.gpu_gb for phase in self.phases) and self.step.slots >= 1
 
 
-def estimate(run: Run, c: Constants, offload: str = "all") -> Estimate:
+def estimate(run: RunInputs, c: Constants, offload: str = "all") -> Estimate:
     step = step_time(run, c)
     tokens = run.samples * run.lengths.mean
     mean, greatest = staleness(run, step)
@@ -60,8 +60,8 @@ def estimate(run: Run, c: Constants, offload: str = "all") -> Estimate:
     return Estimate(
         run=run,
         step=step,
-        seconds=Range.of(step.seconds, c.step_error),
-        stages=tuple((stage.name, Range.of(stage.seconds, c.stage_error), stage.limit) for stage in step.stages),
+        seconds=Interval.of(step.seconds, c.step_error),
+        stages=tuple((stage.name, Interval.of(stage.seconds, c.stage_error), stage.limit) for stage in step.stages),
         phases=found,
         host_gb=host,
         tokens_per_gpu=tokens / step.seconds / run.gpus,
@@ -71,7 +71,7 @@ def estimate(run: Run, c: Constants, offload: str = "all") -> Estimate:
     )
 
 
-def staleness(run: Run, step: StepTime) -> tuple[float, float]:
+def staleness(run: RunInputs, step: StepTime) -> tuple[float, float]:
     """(mean, greatest) steps between the weights that decoded a sample and the step that trains on it."""
     if run.mode == "sync" or not run.rollout_gpus:
         return 0.0, 0.0

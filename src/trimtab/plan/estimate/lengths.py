@@ -32,7 +32,7 @@ class Lengths:
                 hint="--mean-tokens and --max-tokens count prompt and answer together",
             )
         scale = _scale(answer / cap) * cap
-        edges = np.linspace(0.0, cap, POINTS + 1)
+        edges = np.linspace(0.0, 1.0, POINTS + 1) ** 2 * cap  # finer where most answers end
         alive = np.exp(-edges / scale)
         middles, ended = (edges[1:] + edges[:-1]) / 2, -np.diff(alive)
         shares = zip(middles.tolist(), ended.tolist(), strict=True)

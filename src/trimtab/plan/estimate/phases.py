@@ -15,7 +15,7 @@ from trimtab.plan.estimate import memory
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.memory import MemorySettings
 from trimtab.plan.estimate.serving import weight_bytes
-from trimtab.plan.estimate.step import Run
+from trimtab.plan.estimate.step import RunInputs
 
 GB = 2**30
 
@@ -48,7 +48,7 @@ def layer_copies(model: Architecture, c: Constants) -> float:
     return c.layer_copies + (c.expert_copies if model.experts else 0.0)
 
 
-def trainer_settings(run: Run, c: Constants, offload: str) -> MemorySettings:
+def trainer_settings(run: RunInputs, c: Constants, offload: str) -> MemorySettings:
     trainer = run.trainer
     tokens = max(trainer.micro_tokens, run.lengths.longest)
     return MemorySettings(
@@ -67,7 +67,7 @@ def trainer_settings(run: Run, c: Constants, offload: str) -> MemorySettings:
     )
 
 
-def phases(run: Run, c: Constants, offload: str = "all") -> tuple[tuple[Phase, ...], float]:
+def phases(run: RunInputs, c: Constants, offload: str = "all") -> tuple[tuple[Phase, ...], float]:
     """(phases, GB of host memory on each node)."""
     settings = trainer_settings(run, c, offload)
     trainer, _, inference = memory.estimate(run.model, replace(settings, rollout_tp=1))

@@ -19,7 +19,7 @@ from trimtab.plan.estimate.lengths import Lengths
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineReplica:
     """One replica of a rollout engine: `tp` GPUs, over which attention may be divided by requests (`attention_dp`)."""
 
     model: Architecture
@@ -67,7 +67,7 @@ def weight_bytes(model: Architecture, precision: str) -> float:
     return (model.parameters - ends) * BITS[precision] / 8 + ends * max(2.0, BITS[precision] / 8)
 
 
-def kv_bytes(engine: Engine, context: Any) -> Any:
+def kv_bytes(engine: EngineReplica, context: Any) -> Any:
     """Bytes of a sequence's cache on each GPU that holds it."""
     model = engine.model
     full = model.attention_layers - model.window_layers
@@ -76,7 +76,7 @@ def kv_bytes(engine: Engine, context: Any) -> Any:
     return values * BITS[engine.kv_precision] / 8 / min(engine.tp // engine.attention_dp, model.kv_shards)
 
 
-def decode_work(engine: Engine, batch: Any, context: Any, prefill: Any = 0.0, prompt: Any = 0.0) -> Work:
+def decode_work(engine: EngineReplica, batch: Any, context: Any, prefill: Any = 0.0, prompt: Any = 0.0) -> Work:
     """One step of so many sequences with so many tokens before each, and of so many prompt tokens beside them."""
     model, gpu, tp = engine.model, engine.gpu, engine.tp
     size = BITS[engine.precision] / 8
@@ -117,7 +117,14 @@ def _hops(gpu: GpuKind, gpus: int) -> float:
 
 
 def rollout_seconds(
-    engine: Engine, engines: float, samples: float, lengths: Lengths, slots: float, c: Constants, *, steady: float = 0.0
+    engine: EngineReplica,
+    engines: float,
+    samples: float,
+    lengths: Lengths,
+    slots: float,
+    c: Constants,
+    *,
+    steady: float = 0.0,
 ) -> float:
     """Seconds until so many samples are decoded by so many engines of so many slots each.
 
@@ -139,7 +146,9 @@ def rollout_seconds(
     return steady * throughput + (1 - steady) * sync
 
 
-def slots_of(engine: Engine, lengths: Lengths, fraction: float, most: float, reserve_gb: float) -> tuple[float, str]:
+def slots_of(
+    engine: EngineReplica, lengths: Lengths, fraction: float, most: float, reserve_gb: float
+) -> tuple[float, str]:
     """(sequences that an engine decodes at once, what limits them)."""
     free = engine.gpu.memory_gb * fraction - reserve_gb
     free -= weight_bytes(engine.model, engine.precision) / engine.tp / 2**30

@@ -13,7 +13,7 @@ from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.lengths import Lengths
-from trimtab.plan.estimate.serving import Engine, rollout_seconds, slots_of, weight_bytes
+from trimtab.plan.estimate.serving import EngineReplica, rollout_seconds, slots_of, weight_bytes
 from trimtab.plan.estimate.training import Trainer, pass_time
 
 ENGINE_RESERVE_GB = 4.0
@@ -34,7 +34,7 @@ PASSES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInputs:
     """One step's inputs. `rollout_gpus` 0 means that rollout and training share all GPUs."""
 
     model: Architecture
@@ -43,7 +43,7 @@ class Run:
     samples: int
     train_batch: int
     lengths: Lengths
-    engine: Engine
+    engine: EngineReplica
     trainer: Trainer
     rollout_gpus: int = 0
     mode: str = "sync"
@@ -90,7 +90,7 @@ class StepTime:
         return sum(stage.seconds for stage in self.stages if stage.name == name)
 
 
-def step_time(run: Run, c: Constants) -> StepTime:
+def step_time(run: RunInputs, c: Constants) -> StepTime:
     """Seconds of one step."""
     factor = c.release(run.release)
     generate, slots, concurrent = _generate(run, c)
@@ -114,7 +114,7 @@ def step_time(run: Run, c: Constants) -> StepTime:
     return StepTime(seconds * factor, scaled, flops, slots, concurrent)
 
 
-def _generate(run: Run, c: Constants) -> tuple[Stage, float, float]:
+def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
     engines = run.decode_gpus / run.engine.tp
     slots, limit = slots_of(run.engine, run.lengths, run.memory_fraction, run.max_sequences, ENGINE_RESERVE_GB)
     concurrent = min(slots, run.samples / engines)
@@ -130,7 +130,7 @@ def _generate(run: Run, c: Constants) -> tuple[Stage, float, float]:
     return Stage("generate", seconds + tools + run.judge_seconds, limited), slots, concurrent
 
 
-def _passes(run: Run, c: Constants) -> list[Stage]:
+def _passes(run: RunInputs, c: Constants) -> list[Stage]:
     tokens, length = run.samples * (run.lengths.mean + run.image_tokens), run.lengths.squares
     updates = max(1.0, run.samples / run.train_batch) * run.epochs
     forward = pass_time(run.trainer, tokens, length, 1.0, c, backward=False)
@@ -145,7 +145,7 @@ def _passes(run: Run, c: Constants) -> list[Stage]:
     return [*stages, Stage("update", update.seconds + updates * c.update_s, update.limit)]
 
 
-def refit_seconds(model: Architecture, engine: Engine, transport: str, c: Constants, *, shared: bool) -> float:
+def refit_seconds(model: Architecture, engine: EngineReplica, transport: str, c: Constants, *, shared: bool) -> float:
     """Seconds of a weight sync by transport; engines that share the trainer's GPUs copy within each GPU."""
     size = weight_bytes(model, engine.precision) / 1e9
     if shared:

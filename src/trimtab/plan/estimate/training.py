@@ -26,6 +26,8 @@ class Trainer:
     ep: int = 1
     fsdp: bool = False
     recompute: bool = True
+    recompute_timed: bool = True
+    """False where the fitted share of the peak already has it: public recipes do not state their recompute."""
     lora_rank: int = 0
     precision: str = "bf16"
     micro_tokens: float = 4096.0
@@ -60,7 +62,7 @@ def pass_time(run: Trainer, tokens: float, length: float, updates: float, c: Con
     forwards = 1.0
     if backward:
         # LoRA needs no gradients of the frozen matrices: one of the two backward products.
-        forwards = (2.0 if run.lora_rank else 3.0) + (1.0 if run.recompute else 0.0)
+        forwards = (2.0 if run.lora_rank else 3.0) + (1.0 if run.recompute and run.recompute_timed else 0.0)
     experts = 2 * model.moe_layers * model.experts_per_token * model.expert_mlp
     dense = 2 * model.matmul_parameters - experts
     scores = model.attention_flops(length / 2)

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import catalogue
 from trimtab.formats.run_settings import Settings
-from trimtab.plan.estimate.answer import Estimate, Range
+from trimtab.plan.estimate.answer import Estimate, Interval
 from trimtab.render.output import out, print_list, text_table
 
 NEAR = 3
@@ -105,7 +105,7 @@ def as_data(
     return data
 
 
-def _range(values: Range) -> dict[str, float]:
+def _range(values: Interval) -> dict[str, float]:
     return {name: float(f"{getattr(values, name):.4g}") for name in ("low", "likely", "high")}
 
 
