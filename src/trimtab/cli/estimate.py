@@ -51,6 +51,9 @@ def estimate(
     turns: Annotated[int | None, typer.Option("--turns", help="Turns of an answer.")] = None,
     tool_seconds: Annotated[float | None, typer.Option("--tool-seconds", help="Of tools in a turn.")] = None,
     image_tokens: Annotated[float | None, typer.Option("--image-tokens", help="Of images in a prompt.")] = None,
+    judge_seconds: Annotated[
+        float | None, typer.Option("--judge-seconds", help="That a judge on GPUs of its own adds to a rollout.")
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", help="Steps of the run.")] = 100,
     price: Annotated[float | None, typer.Option("--price", help="Price of a GPU-hour.")] = None,
     form: FormatOption = Format.text,

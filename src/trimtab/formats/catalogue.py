@@ -141,7 +141,7 @@ def _gpu_of(data: Any, where: str) -> GpuKind:
 
 
 def lengths(path: Path) -> tuple[tuple[float, float], ...]:
-    """(tokens, share) pairs of a file: one length on a line, or `tokens,count`; a JSONL log with `tokens` works too."""
+    """(tokens of prompt and answer, share) pairs of a file: a length a line, `tokens,count`, or JSON with `tokens`."""
     pairs: dict[float, float] = {}
     for number, line in enumerate(yaml_text.read_text(path).splitlines(), start=1):
         if not line.strip() or (number == 1 and line[0].isalpha()):
@@ -164,7 +164,7 @@ def lengths(path: Path) -> tuple[tuple[float, float], ...]:
 def _length(line: str) -> tuple[float, float]:
     if line.lstrip().startswith("{"):
         data = json.loads(line)
-        key = next(key for key in ("tokens", "total_tokens", "length", "response_length") if key in data)
+        key = next(key for key in ("tokens", "total_tokens", "length") if key in data)
         pair: Iterable[float] = (float(data[key]), 1.0)
     else:
         words = line.replace("\t", ",").split(",")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +96,7 @@ class _Builder:
             raise unknown(transport, SYNCS, where="command line: --transport")
         staleness = self._number("staleness", 1.0 if mode == "async" else 0.0)
         fraction = self.rollout.get("memory") or self._fraction(shared=not apart)
-        if not 0 < float(fraction) <= 1:
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise InputError(
                 f"the engine's share of memory is {fraction}, not above 0 and at most 1", where="--rollout"
             )
@@ -115,14 +114,15 @@ class _Builder:
             staleness=staleness,
             partial=bool(self.given.get("partial")),
             passes=PASSES[algorithm],
-            epochs=int(self.train.get("epochs", 1)),
+            epochs=self._whole(self.train, "epochs", 1),
             memory_fraction=float(fraction),
-            max_sequences=int(self.rollout.get("sequences", 1024)),
+            max_sequences=self._whole(self.rollout, "sequences", 1024),
             transport=transport,
             release=str(self.given.get("release") or ""),
             turns=int(self._number("turns", 1)),
             tool_seconds=self._number("tool_seconds", 0.0),
             image_tokens=self._number("image_tokens", 0.0),
+            judge_seconds=self._number("judge_seconds", 0.0),
         )
         offload = str(self.train.get("offload", "all"))
         if offload not in ("none", "optimizer", "all"):
@@ -189,31 +189,32 @@ class _Builder:
 
     def _engine(self, model: Architecture, gpu: GpuKind, gpus: int, *, shared: bool) -> EngineReplica:
         precision = self._precision(self.rollout, "precision", "bf16")
-        tp = self.rollout.get("tp")
-        if tp is None:
+        tp = self._whole(self.rollout, "tp", 0)
+        if not tp:
             room = gpu.memory_gb * (SHARED_FRACTION if shared else SEPARATE_FRACTION) * 0.6 * 2**30
-            tp = min(gpus, 2 ** max(0, math.ceil(math.log2(weight_bytes(model, precision) / room))))
+            needed = weight_bytes(model, precision) / room
+            tp = next((size for size in range(1, gpus + 1) if gpus % size == 0 and size >= needed), gpus)
             self.assumed.append(f"rollout: tensor-parallel size {tp}")
-        if int(tp) < 1 or gpus % int(tp):
-            raise InputError(
-                f"{gpus} GPUs of rollout are no multiple of its tensor-parallel size {tp}", where="--rollout"
-            )
+        # With dp, attention is divided by requests and experts are over all tp x dp GPUs; a dense engine is a replica.
+        wide = self._whole(self.rollout, "dp", 1) if model.experts else 1
+        if gpus % (tp * wide):
+            raise InputError(f"{gpus} GPUs of rollout are no multiple of an engine's {tp * wide}", where="--rollout")
         kv = self._precision(self.rollout, "kv", "bf16")
-        wide = int(self.rollout.get("dp", 1))
-        if wide < 1 or int(tp) % wide:
-            raise InputError(f"the engine's {tp} GPUs are no multiple of dp {wide}", where="--rollout")
-        return EngineReplica(model, gpu, int(tp), wide, precision, kv, str(self.rollout.get("backend", "vllm")))
+        backend = str(self.rollout.get("backend", "vllm"))
+        return EngineReplica(model, gpu, tp * wide, wide, precision, kv, backend)
 
     def _trainer(self, model: Architecture, gpu: GpuKind, gpus: int, lengths: Lengths, framework: str) -> Trainer:
-        sizes = {name: int(self.train.get(name, 1)) for name in ("tp", "pp", "cp", "ep")}
+        sizes = {name: self._whole(self.train, name, 1) for name in ("tp", "pp", "cp", "ep")}
         backend = str(self.train.get("backend") or ("megatron" if max(sizes.values()) > 1 else "fsdp"))
         if backend not in ("fsdp", "megatron"):
             raise unknown(backend, ("fsdp", "megatron"), where="--train")
         if "backend" not in self.train:
             self.assumed.append(f"training: {backend}")
         split = sizes["tp"] * sizes["pp"] * sizes["cp"]
-        if min(sizes.values()) < 1 or gpus % split:
-            raise InputError(f"{gpus} GPUs of training are no multiple of tp x pp x cp = {split}", where="--train")
+        if gpus % split or gpus != split * self._whole(self.train, "dp", gpus // split):
+            raise InputError(
+                f"{gpus} GPUs of training do not make dp x tp x pp x cp, {split} without dp", where="--train"
+            )
         if gpus // sizes["pp"] % sizes["ep"]:
             raise InputError(f"ep {sizes['ep']} does not divide {gpus // sizes['pp']} GPUs of a stage", where="--train")
         recompute = self.train.get("recompute")
@@ -232,10 +233,18 @@ class _Builder:
             fsdp=backend == "fsdp",
             recompute=str(recompute).lower() not in ("false", "0", "no", "none"),
             recompute_timed=stated or backend == "fsdp",
-            lora_rank=int(self.train.get("lora", 0)),
+            lora_rank=self._whole(self.train, "lora", 0),
             precision=self._precision(self.train, "precision", "bf16"),
-            micro_tokens=float(self.train.get("tokens", lengths.longest)),
+            micro_tokens=float(self._whole(self.train, "tokens", round(lengths.longest))),
         )
+
+    def _whole(self, section: Mapping[str, Any], key: str, default: int) -> int:
+        value = section.get(key, default)
+        if value == default:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MOST:
+            raise InputError(f"{key} is {value!r:.40}, not a count from 1", hint="write for example --train tp=4,pp=2")
+        return value
 
     def _precision(self, section: Mapping[str, Any], key: str, default: str) -> str:
         word = str(section.get(key, default)).lower()
