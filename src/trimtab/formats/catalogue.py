@@ -164,7 +164,7 @@ def lengths(path: Path) -> tuple[tuple[float, float], ...]:
 def _length(line: str) -> tuple[float, float]:
     if line.lstrip().startswith("{"):
         data = json.loads(line)
-        key = next(key for key in ("tokens", "total_tokens", "length") if key in data)
+        key = next((key for key in ("tokens", "total_tokens", "length") if key in data), "tokens")
         pair: Iterable[float] = (float(data[key]), 1.0)
     else:
         words = line.replace("\t", ",").split(",")
