@@ -23,31 +23,31 @@ class Constants:
     link_share: float = 0.5819
 
     # Training passes, on trainers' micro-batches and steps.
-    train_share: float = 0.5261
-    narrow_hidden: float = 483.8
-    expert_train_share: float = 0.4479
-    attention_share: float = 0.6545
+    train_share: float = 0.5206
+    narrow_hidden: float = 476
+    expert_train_share: float = 0.4335
+    attention_share: float = 0.6621
     train_link_share: float = 0.8428
 
     # Weight syncs, by transport.
     broadcast_s: float = 1.064
     broadcast_s_per_gb: float = 0.5098
-    packed_s: float = 4.125
-    packed_s_per_gb: float = 0.02452
-    ipc_s: float = 2.049
-    ipc_s_per_gb: float = 0.05829
+    packed_s: float = 4.245
+    packed_s_per_gb: float = 0.02444
+    ipc_s: float = 2.039
+    ipc_s_per_gb: float = 0.05799
     delta_s: float = 0.6689
     delta_s_per_gb: float = 0.1213
 
     # Steps of RL.
     rollout_factor: float = 1.492
-    async_steady: float = 0.4084
-    forward_factor: float = 1.001
-    update_s: float = 0.5046
-    host_share: float = 0.3033
-    fixed_s: float = 4.919
-    sample_ms: float = 4.126
-    token_us: float = 1.994
+    async_steady: float = 0.4134
+    forward_factor: float = 0.98
+    update_s: float = 0.496
+    host_share: float = 0.2907
+    fixed_s: float = 4.975
+    sample_ms: float = 4.089
+    token_us: float = 1.965
     # Memory of a trainer beside a sleeping engine, on one-GPU points.
     layer_copies: float = 1.836
     expert_copies: float = 1.837
@@ -55,8 +55,8 @@ class Constants:
     context_exponent: float = 0.2383
 
     # Half-widths of the intervals, as logarithms, on models that were left out.
-    step_error: float = 0.4283
-    stage_error: float = 0.6057
+    step_error: float = 0.428
+    stage_error: float = 0.6052
     engine_memory_error: float = 0.4087
     memory_error: float = 0.4965
 
