@@ -152,9 +152,13 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def _cells(values: Mapping[str, Any]) -> tuple[str, str, str]:
-    low, likely, high = (f"{values[name]:.3g}" for name in ("low", "likely", "high"))
-    return low, likely, high
+    return _figure(values["low"]), _figure(values["likely"]), _figure(values["high"])
 
 
 def _text(values: Mapping[str, float]) -> str:
-    return f"{values['likely']:,.4g} ({values['low']:,.3g} to {values['high']:,.3g})"
+    low, likely, high = _cells(values)
+    return f"{likely} ({low} to {high})"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
