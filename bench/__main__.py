@@ -24,6 +24,7 @@ TABLES = (
     "run_moves",
     "replay",
     "dashboard",
+    "truth",
 )
 
 

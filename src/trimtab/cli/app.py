@@ -24,6 +24,7 @@ from trimtab.cli import cluster as cluster_commands
 from trimtab.cli import cluster_export as outside_commands
 from trimtab.cli import dashboard as dashboard_commands
 from trimtab.cli import demo as demo_commands
+from trimtab.cli import estimate as estimate_command
 from trimtab.cli import partition as partition_commands
 from trimtab.cli import plan as plan_commands
 from trimtab.cli import pool as pool_commands
@@ -49,6 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("plan")(plan_commands.plan)
+app.command("estimate")(estimate_command.estimate)
 app.command("partition")(partition_commands.partition)
 app.command("run")(run_commands.run)
 app.command("simulate")(simulate_commands.simulate)

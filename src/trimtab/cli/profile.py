@@ -19,9 +19,9 @@ from trimtab.render.output import Format, answer, err, out, print_lines, text_ta
 
 if TYPE_CHECKING:
     from trimtab.formats.pipeline.layer_files import MergedFiles
+    from trimtab.model.architecture import Architecture
     from trimtab.model.workflow import ComponentProfile, Profile
-    from trimtab.profile.architecture import Architecture
-    from trimtab.profile.memory import MemoryNeed
+    from trimtab.plan.estimate.memory import MemoryNeed
 
 
 app = typer.Typer(help="Costs: times from logs, memory from a model's configuration.", no_args_is_help=True)
@@ -128,10 +128,10 @@ def memory(
         trimtab profile memory --model Qwen2.5-7B/ --gpus 16 --tp 2 --zero 1 --gpu-memory-gb 80
     """
     given = {name: value for name, value in locals().items() if name not in ("model", "form")}
-    from trimtab.profile import architecture
-    from trimtab.profile import memory as estimates
+    from trimtab.formats import catalogue
+    from trimtab.plan.estimate import memory as estimates
 
-    shape = architecture.read(model)
+    shape = catalogue.read_config(model)
     needs = estimates.estimate(shape, estimates.MemorySettings(**given))
     answer(_memory_data(shape, needs), form, lambda: _memory_text(shape, needs))
     if gpu_memory_gb is not None:

@@ -18,7 +18,7 @@ from run_report_samples import NAMES, eventful
 from trimtab.cli.replay import read_journal_path
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
-from trimtab.formats import job, load, profile_file, sections
+from trimtab.formats import catalogue, job, load, profile_file, sections
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.frameworks.nemo_rl import NemoRl
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
@@ -33,7 +33,6 @@ from trimtab.formats.pipeline import layer_files, pipeedge
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.formats.yaml_text import Source
-from trimtab.profile import architecture
 from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
 from trimtab.replay.journal.record import read_record
@@ -308,7 +307,7 @@ def _layers(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 
 def _models(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     text = (EXAMPLES / "models" / "qwen2.5-1.5b" / "config.json").read_bytes()
-    return [json.loads(text), text], _file(folder, "config.json", architecture.read)
+    return [json.loads(text), text], _file(folder, "config.json", catalogue.read_config)
 
 
 # ---- traces and scenarios --------------------------------------------------------------------------------------------

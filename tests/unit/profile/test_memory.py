@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.profile import architecture, memory
-from trimtab.profile.memory import GB, MemorySettings
+from trimtab.formats import catalogue
+from trimtab.model import architecture
+from trimtab.plan.estimate import memory
+from trimtab.plan.estimate.memory import GB, MemorySettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,7 +70,7 @@ def test_a_token_uses_only_its_experts() -> None:
 
 
 def test_the_bundled_example_is_read_from_its_folder() -> None:
-    assert architecture.read(ROOT / "examples/models/qwen2.5-1.5b").parameters == 1_543_714_304
+    assert catalogue.read_config(ROOT / "examples/models/qwen2.5-1.5b").parameters == 1_543_714_304
 
 
 def test_the_language_model_inside_another_is_counted_and_told() -> None:
@@ -124,11 +126,11 @@ def test_an_odd_field_is_named(change: dict[str, Any], words: str) -> None:
 
 def test_files_that_are_no_configuration_are_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no file"):
-        architecture.read(tmp_path)
+        catalogue.read_config(tmp_path)
     for text, words in (("{", "not valid JSON"), ("[]", "mapping"), ("[" * 99999, "not valid JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InputError, match=words):
-            architecture.read(tmp_path)
+            catalogue.read_config(tmp_path)
 
 
 KEYS = sorted({key for config, _ in MODELS.values() for key in config})
@@ -196,7 +198,7 @@ def test_without_checkpointing_every_layer_keeps_its_activations() -> None:
 def test_the_estimate_is_a_little_above_what_was_measured(
     checkpointing: bool, micro_batch: int, length: int, measured_gb: float
 ) -> None:
-    model = architecture.read(ROOT / "examples/models/qwen2.5-1.5b")
+    model = catalogue.read_config(ROOT / "examples/models/qwen2.5-1.5b")
     trainer = needs(
         model,
         gpus=1,
@@ -238,7 +240,7 @@ def test_the_estimate_holds_for_other_models(
 
 
 def test_the_estimate_of_a_forward_pass_is_a_little_above_what_was_measured() -> None:
-    model = architecture.read(ROOT / "examples/models/qwen2.5-1.5b")
+    model = catalogue.read_config(ROOT / "examples/models/qwen2.5-1.5b")
     assert 6.42 <= needs(model, gpus=1)["inference"].active_gb - memory.PROCESS_GB <= 1.12 * 6.42
 
 

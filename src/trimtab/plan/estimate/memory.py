@@ -8,14 +8,16 @@ on a GPU. It must never be silently optimistic: peaks are added as if they coinc
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.core.errors import InputError, unknown
-from trimtab.profile.architecture import Architecture
+from trimtab.model.architecture import Architecture
 
 GB = 2**30
+ADAPTER_BYTES = 16
+"""Of an adapter's value: fp32 weight, gradient and two moments."""
 PROCESS_GB = 1.5
 """CUDA context (0.6 GB on an H200) and the buffers of the communication library, per process and GPU."""
 
@@ -32,7 +34,7 @@ OPTIMIZERS: Mapping[str, tuple[float, str]] = {
     "sgd": (0, "no state"),
     "sgd-momentum": (4, "one fp32 momentum"),
 }
-PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "nf4": 0.5625}
 MAX_COUNT = 10**9
 OFFLOADS = ("none", "optimizer", "all")
 
@@ -60,6 +62,11 @@ class MemorySettings:
     kv_share: float = 0.6
     gpu_memory_gb: float | None = None
     concurrent: int = 64
+    lora_rank: int = 0
+    lora_attention_only: bool = False
+    fused_logits: bool = False
+    layer_copies: float = 1.0
+    process_gb: float = PROCESS_GB
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class MemoryNeed:
 
     @property
     def host_gb(self) -> float:
+        """In host memory while offloaded."""
         return sum(term.gb for term in self.host)
 
     def block(self) -> dict[str, Any]:
@@ -110,9 +118,6 @@ class MemoryNeed:
         if self.host_gb:
             block["host_memory_gb"] = _round_up(self.host_gb)
         return block
-
-
-PROCESS = MemoryTerm("process", "CUDA context and communication buffers", PROCESS_GB)
 
 
 def estimate(model: Architecture, settings: MemorySettings) -> tuple[MemoryNeed, ...]:
@@ -132,13 +137,15 @@ def check(settings: MemorySettings) -> MemorySettings:
         raise InputError("--kv-share is above 0 and at most 1", hint="it is the engine's gpu_memory_utilization")
     if settings.gpu_memory_gb is not None and not 0 < settings.gpu_memory_gb < math.inf:
         raise InputError("--gpu-memory-gb must be more than 0")
-    known: dict[str, Collection[str]] = {"optimizer": OPTIMIZERS, "offload": OFFLOADS}
-    known |= dict.fromkeys(("precision", "gradients", "rollout_precision", "kv_precision"), PRECISIONS)
-    words: dict[str, Any] = {name: getattr(settings, name).lower() for name in known}
-    for name, word in words.items():
-        if word not in known[name]:
-            raise unknown(word, known[name], what=f"--{name.replace('_', '-')} {{}} is not known")
-    settings = replace(settings, **words)
+    settings = replace(
+        settings,
+        optimizer=_word("--optimizer", settings.optimizer, OPTIMIZERS),
+        precision=_word("--precision", settings.precision, PRECISIONS),
+        gradients=_word("--gradients", settings.gradients, PRECISIONS),
+        rollout_precision=_word("--rollout-precision", settings.rollout_precision, PRECISIONS),
+        kv_precision=_word("--kv-precision", settings.kv_precision, PRECISIONS),
+        offload=_word("--offload", settings.offload, dict.fromkeys(OFFLOADS)),
+    )
     split = settings.tp * settings.pp
     if settings.gpus % split:
         raise InputError(f"--gpus {settings.gpus} is no multiple of tp x pp = {split}")
@@ -149,8 +156,46 @@ def check(settings: MemorySettings) -> MemorySettings:
     return settings
 
 
+def adapter_parameters(model: Architecture, rank: int, *, attention_only: bool = False) -> int:
+    """Parameters of LoRA adapters on the linear layers; experts count as one MLP of the width that a token uses."""
+    query, key_value = model.heads * model.head_size, model.kv_heads * model.head_size
+    attention = 2 * (model.hidden + query) + 2 * (model.hidden + key_value)
+    mlp = 0 if attention_only else 3 * (model.hidden + model.mlp_width)
+    return rank * (model.attention_layers * attention + model.layers * mlp)
+
+
+def _adapted(model: Architecture, run: MemorySettings) -> MemoryNeed:
+    """A trainer of LoRA adapters: frozen weights without gradients, adapters with their optimiser."""
+    weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
+    count = adapter_parameters(model, run.lora_rank, attention_only=run.lora_attention_only)
+    parts = run.gpus if run.zero >= 3 else run.tp * run.pp
+    formula = f"{count:,} x {ADAPTER_BYTES} B (rank {run.lora_rank}, Adam) / {parts}"
+    adapters = MemoryTerm("adapters", formula, count * ADAPTER_BYTES / parts / GB, divides_by_gpus=run.zero >= 3)
+    working = [*_activations(model, run, training=True), *_training_logits(model, run), *_gathered(model, run)]
+    process = _process(run)
+    moved = (weights, adapters) if run.offload == "all" else ()
+    kept = () if moved else (weights, adapters)
+    return MemoryNeed("trainer", (weights, adapters, *working, process), (*kept, process), moved, run.gpus, model.notes)
+
+
+def _training_logits(model: Architecture, run: MemorySettings) -> list[MemoryTerm]:
+    if run.fused_logits:
+        return []
+    return [_logits(model, run, LOGIT_BYTES_TRAINING + 4 if PRECISIONS[run.precision] == 4 else LOGIT_BYTES_TRAINING)]
+
+
+def _gathered(model: Architecture, run: MemorySettings) -> list[MemoryTerm]:
+    if run.zero < 3 or run.gpus // (run.tp * run.pp) <= 1:
+        return []
+    layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
+    # Weights kept in fp32 are gathered in bf16.
+    gathered = 2 * layer * min(2.0, PRECISIONS[run.precision]) / GB
+    return [MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x bf16", gathered)]
+
+
 def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
-    replicas = run.gpus // (run.tp * run.pp)
+    if run.lora_rank:
+        return _adapted(model, run)
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     gradients = _states(
         "gradients", model, run, PRECISIONS[run.gradients], sharded=run.zero >= 2, word=f"{run.gradients} gradients"
@@ -159,17 +204,14 @@ def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
     master = 4.0 if run.master_weights and PRECISIONS[run.precision] < 4 else 0.0
     word = f"{run.optimizer}: {meaning}" + (" + fp32 copy" if master else "")
     optimizer = _states("optimiser", model, run, moments + master, sharded=run.zero >= 1, word=word)
-    working = [*_activations(model, run, training=True), _logits(model, run, LOGIT_BYTES_TRAINING)]
-    if run.zero >= 3 and replicas > 1:
-        layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
-        gathered = 2 * layer * PRECISIONS[run.precision] / GB
-        working.append(MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x {run.precision}", gathered))
+    working = [*_activations(model, run, training=True), *_training_logits(model, run), *_gathered(model, run)]
+    process = _process(run)
     moved = {"none": (), "optimizer": (optimizer,), "all": (weights, gradients, optimizer)}[run.offload]
     kept = tuple(term for term in (weights, gradients, optimizer) if term not in moved)
     # Gradients are freed between steps, not moved.
     host = tuple(term for term in moved if term is not gradients)
     return MemoryNeed(
-        "trainer", (weights, gradients, optimizer, *working, PROCESS), (*kept, PROCESS), host, run.gpus, model.notes
+        "trainer", (weights, gradients, optimizer, *working, process), (*kept, process), host, run.gpus, model.notes
     )
 
 
@@ -180,12 +222,9 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         f"{model.parameters:,} x {precision:g} B / tp {run.rollout_tp}",
         model.parameters * precision / run.rollout_tp / GB,
     )
-    per_token = (
-        model.layers
-        * model.kv_per_token_and_layer
-        * PRECISIONS[run.kv_precision]
-        / min(run.rollout_tp, model.kv_shards)
-    )
+    values = model.cached_values(run.sequence_length) / run.sequence_length
+    per_token = values * PRECISIONS[run.kv_precision] / min(run.rollout_tp, model.kv_shards)
+    process = _process(run)
     notes: list[str] = []
     if run.gpu_memory_gb is None:
         cached = run.concurrent * run.sequence_length
@@ -194,7 +233,7 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         notes.append("without --gpu-memory-gb the KV cache is that of --concurrent answers of full length")
     else:
         engine = run.kv_share * run.gpu_memory_gb
-        free = engine - weights.gb - PROCESS.gb
+        free = engine - weights.gb - process.gb
         formula = f"{run.kv_share:g} x {run.gpu_memory_gb:g} GB - weights - process"
         cache = MemoryTerm("KV cache", formula, max(0.0, free))
         answers = int(free * GB / (per_token * run.sequence_length)) if free > 0 else 0
@@ -202,16 +241,17 @@ def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
         if answers < 1:
             notes.append("the KV cache does not hold a single answer: raise --kv-share or --rollout-tp")
     # A sleeping engine frees weights and cache; the next weight sync restores the weights.
-    resident = (PROCESS,) if run.offload == "all" else (weights, PROCESS)
-    return MemoryNeed("rollout", (weights, cache, PROCESS), resident, (), run.gpus, tuple(notes))
+    resident = (process,) if run.offload == "all" else (weights, process)
+    return MemoryNeed("rollout", (weights, cache, process), resident, (), run.gpus, tuple(notes))
 
 
 def _inference(model: Architecture, run: MemorySettings) -> MemoryNeed:
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     working = [*_activations(model, run, training=False), _logits(model, run, LOGIT_BYTES_FORWARD)]
+    process = _process(run)
     moved = run.offload == "all"
-    resident = (PROCESS,) if moved else (weights, PROCESS)
-    return MemoryNeed("inference", (weights, *working, PROCESS), resident, (weights,) if moved else (), run.gpus)
+    resident = (process,) if moved else (weights, process)
+    return MemoryNeed("inference", (weights, *working, process), resident, (weights,) if moved else (), run.gpus)
 
 
 def _states(
@@ -246,7 +286,8 @@ def _activations(model: Architecture, run: MemorySettings, *, training: bool) ->
     tokens = run.micro_batch * run.sequence_length
     # A norm keeps its input in fp32 and its output in bf16: three values of two bytes each.
     heads = (model.heads + model.kv_heads) * model.head_size
-    values = (2 + 3 * model.norm_count) * model.hidden + (5 if model.qk_norm else 2) * heads + 4 * model.mlp_width
+    normed = model.qk_norm and training and not run.checkpointing
+    values = (2 + 3 * model.norm_count) * model.hidden + (5 if normed else 2) * heads + 4 * model.mlp_width
     layer = 2 * tokens * values / run.tp / GB
     shown = f"{tokens:,} tokens x {values:,} values x 2 B / tp {run.tp}"
     if not training:
@@ -258,14 +299,28 @@ def _activations(model: Architecture, run: MemorySettings, *, training: bool) ->
     inputs = 2 * tokens * model.hidden * depth / GB
     return [
         MemoryTerm("checkpoints", f"{depth} layers x {tokens:,} tokens x {model.hidden:,} values x 2 B", inputs),
-        MemoryTerm("one layer", shown, layer),
+        MemoryTerm("one layer", shown + _copies(run), layer * run.layer_copies),
     ]
+
+
+def _copies(run: MemorySettings) -> str:
+    return "" if run.layer_copies == 1 else f" x {run.layer_copies:.2f} copies"
 
 
 def _logits(model: Architecture, run: MemorySettings, size: int) -> MemoryTerm:
     tokens = run.micro_batch * run.sequence_length
     formula = f"{tokens:,} tokens x {model.vocabulary:,} words x {size} B / tp {run.tp}"
     return MemoryTerm("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
+
+
+def _process(run: MemorySettings) -> MemoryTerm:
+    return MemoryTerm("process", "CUDA context and communication buffers", run.process_gb)
+
+
+def _word(option: str, word: str, known: Mapping[str, object]) -> str:
+    if word.lower() in known:
+        return word.lower()
+    raise unknown(word.lower(), known, what=f"{option} {{}} is not known")
 
 
 def _round_up(gb: float) -> float:

@@ -1,0 +1,271 @@
+"""How far estimates are from public measurements, leaving out the model that is judged.
+
+Each row is estimated with constants that were fitted without any row of its model. Beside it stands a plain guess: six
+FLOPs per parameter and token at 40 % of the peak, weights and cache read once per token at the peak bandwidth. `main()`
+prints the table; `scores()` gives it as data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.truth import fit, rows
+from bench.truth.fit import Errors
+from bench.truth.rows import StepRow
+from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
+from trimtab.plan.estimate.training import pass_time
+
+PLAIN_MFU = 0.4
+CLOSE = 0.05
+"""Pairs that differ by less are no pairs."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A line of the table: what is judged, on how many values, the estimate, the plain guess, and the goal."""
+
+    what: str
+    count: int
+    value: str
+    plain: str = ""
+    goal: str = ""
+    met: bool | None = None
+
+
+def plain_seconds(run: RunInputs) -> float:
+    """The plain guess of a step."""
+    tokens = run.samples * run.lengths.mean
+    train = 6 * run.model.active_parameters * tokens * (1 + len(run.passes) / 3)
+    train /= run.trainer.gpus * run.gpu.flops(run.trainer.precision) * PLAIN_MFU
+    engines = run.decode_gpus / run.engine.tp
+    batch = run.samples / engines
+    size = 2 if run.engine.precision == "bf16" else 1
+    read = run.model.parameters * size / run.engine.tp
+    read += batch * run.model.cached_values(run.lengths.mean) * 2 / run.engine.tp
+    generate = run.lengths.longest * read / run.gpu.bandwidth
+    return max(train, generate) if run.rollout_gpus and run.mode != "sync" else train + generate
+
+
+def half_width(errors: Errors) -> float:
+    """The half-width, as a logarithm, that holds nine of ten errors."""
+    return float(np.quantile(np.abs(errors), 0.9, method="higher"))
+
+
+def median_p90(errors: Errors | Sequence[float]) -> tuple[float, float]:
+    sizes = np.abs(np.expm1(np.asarray(errors)))
+    return float(np.median(sizes)), float(np.percentile(sizes, 90))
+
+
+class Judge:
+    """Fits once for each model that is left out, and keeps what came of it."""
+
+    def __init__(self) -> None:
+        self._fitted: dict[str, Constants] = {}
+
+    def constants(self, family: str) -> Constants:
+        if family not in self._fitted:
+            self._fitted[family] = fit.fit(family)
+        return self._fitted[family]
+
+    def step_errors(self, judged: Iterable[StepRow]) -> Errors:
+        return np.array([np.log(self.step(row) / row.seconds) for row in judged])
+
+    def step(self, row: StepRow) -> float:
+        return step_time(row.run, self.constants(row.family)).seconds
+
+
+def errors_line(what: str, errors: Errors, plain: Errors | None, goal: tuple[float, float] | None) -> Score:
+    middle, high = median_p90(errors)
+    other = "" if plain is None else "{:.1%}, {:.1%}".format(*median_p90(plain))
+    wanted = "" if goal is None else f"<= {goal[0]:.0%}, {goal[1]:.0%}"
+    met = None if goal is None else middle <= goal[0] and high <= goal[1]
+    return Score(f"{what}: median, p90 of the error", len(errors), f"{middle:.1%}, {high:.1%}", other, wanted, met)
+
+
+def pairs_right(judged: Sequence[StepRow], estimate: Callable[[StepRow], float]) -> tuple[int, int]:
+    """(pairs of a release on one GPU kind that are ranked as measured, pairs)."""
+    right = total = 0
+    for a, b in itertools.combinations(judged, 2):
+        same = a.row["framework"] == b.row["framework"] and a.row["gpu"] == b.row["gpu"]
+        if same and abs(np.log(a.seconds / b.seconds)) > CLOSE:
+            total += 1
+            right += (a.seconds < b.seconds) == (estimate(a) < estimate(b))
+    return right, total
+
+
+def regrets(judged: Sequence[StepRow], estimate: Callable[[StepRow], float]) -> list[float]:
+    """GPU-seconds of the configuration chosen among those published for a model and GPU kind, over the best, less 1."""
+    groups: dict[tuple[str, ...], list[StepRow]] = defaultdict(list)
+    for row in judged:
+        groups[row.row["framework"], row.row["model"], row.row["gpu"], row.row["algorithm"]].append(row)
+    found = []
+    for group in groups.values():
+        if len(group) > 1:
+            chosen = min(group, key=lambda row: estimate(row) * row.run.gpus)
+            best = min(row.seconds * row.run.gpus for row in group)
+            found.append(chosen.seconds * chosen.run.gpus / best - 1)
+    return found
+
+
+def step_scores(judge: Judge) -> list[Score]:
+    judged = rows.step_rows()[0]
+    errors = judge.step_errors(judged)
+    plain = np.array([np.log(plain_seconds(row.run) / row.seconds) for row in judged])
+    lines = [errors_line("step, model left out", errors, plain, (0.18, 0.40))]
+    lines.append(errors_line("step, one row of its release and model known", one_measured(judge), None, (0.12, 0.25)))
+    right, total = pairs_right(judged, judge.step)
+    guessed, _ = pairs_right(judged, lambda row: plain_seconds(row.run))
+    share = right / total
+    lines.append(Score("pairs ranked right", total, f"{share:.1%}", f"{guessed / total:.1%}", ">= 88%", share >= 0.88))
+    regret, other = regrets(judged, judge.step), regrets(judged, lambda row: plain_seconds(row.run))
+    near, near_plain = (float(np.mean([value <= 0.10 for value in values])) for values in (regret, other))
+    what = "chosen configuration within 10% of the best (GPU-seconds)"
+    lines.append(Score(what, len(regret), f"{near:.0%}", f"{near_plain:.0%}", ">= 90%", near >= 0.9))
+    halves = [half_width(errors[[other.family != row.family for other in judged]]) for row in judged]
+    held = np.abs(errors) <= np.array(halves)
+    width = float(np.exp(2 * np.median(halves)))
+    inside = float(np.mean(held))
+    lines.append(Score("within the stated interval", len(held), f"{inside:.0%}", "", ">= 85%", inside >= 0.85))
+    lines.append(Score("interval, high over low", len(held), f"{width:.2f}x", "", "<= 2.5x", width <= 2.5))
+    return lines
+
+
+def one_measured(judge: Judge) -> Errors:
+    """Errors when one other row of the same release, model and algorithm is known: half of its error is taken over."""
+    judged = rows.step_rows()[0]
+    errors = judge.step_errors(judged)
+    keys = ("framework", "model", "algorithm")
+    found = [
+        errors[i] - errors[j] / 2
+        for i, j in itertools.permutations(range(len(judged)), 2)
+        if all(judged[i].row[key] == judged[j].row[key] for key in keys)
+    ]
+    return np.array(found)
+
+
+def serving_scores() -> list[Score]:
+    points, work = rows.serving_points()
+    measured = np.array([point.value for point in points])
+    errors = np.zeros(len(points))
+    for family in sorted({point.family for point in points}):
+        own = np.array([point.family == family for point in points])
+        errors[own] = fit.serving_errors(fit.fit_serving(family, fit.START), work, measured)[own]
+    plain = np.log((work.weights + work.experts + work.cache) / measured)
+    hopper = np.array([point.group in ("h100", "h200") for point in points])
+    return [
+        errors_line("serving on H100 and H200, seconds per output token", errors[hopper], plain[hopper], (0.12, 0.40)),
+        errors_line("serving on Blackwell, seconds per output token", errors[~hopper], plain[~hopper], None),
+    ]
+
+
+def trainer_scores(judge: Judge) -> list[Score]:
+    lines = []
+    for name, blackwell in (("Hopper and Ampere", False), ("B200", True)):
+        errors, plain = [], []
+        for point, trainer, tokens, _ in rows.trainer_points():
+            if ("B200" in point.label) is not blackwell:
+                continue
+            c = judge.constants(point.family)
+            took = pass_time(trainer, tokens, trainer.micro_tokens, 1.0, c, backward=True).seconds
+            errors.append(np.log(took / point.value))
+            flops = 6 * trainer.model.active_parameters * tokens
+            plain.append(np.log(flops / (trainer.gpus * trainer.gpu.flops("bf16") * PLAIN_MFU) / point.value))
+        lines.append(errors_line(f"trainer's micro-batch on {name}", np.array(errors), np.array(plain), None))
+    return lines
+
+
+def sync_scores() -> list[Score]:
+    errors = []
+    for point, how, run in rows.sync_points():
+        c = fit.fit_syncs(point.family, fit.START)
+        errors.append(np.log(refit_seconds(run.model, run.engine, how, c, shared=False) / point.value))
+    return [errors_line("weight sync", np.array(errors), None, None)]
+
+
+def memory_scores() -> list[Score]:
+    lines = []
+    beyond: list[float] = []
+    highs = {"training": fit.START.memory_error, "generation": fit.START.engine_memory_error}
+    for phase in ("training", "generation"):
+        points = [point for point in rows.memory_points() if point.phase == phase]
+        errors = [fit.memory_gb(point, _memory(point.point.family)) / point.point.value - 1 for point in points]
+        beyond += [1 / ((1 + error) * np.exp(highs[phase])) - 1 for error in errors]
+        lines.append(_mean_line(f"memory of {phase} on one GPU", errors))
+        plain = [error for error, point in zip(errors, points, strict=True) if _plain(point)]
+        lines.append(_mean_line("  of which bf16 and not Gemma", plain))
+    peaks = [fit.peak_gb(trainer, row, _memory(point.family)) / peak - 1 for point, trainer, row, peak in _peaks()]
+    lines.append(_mean_line("memory, peaks of a sharded trainer", peaks))
+    share, worst = float(np.mean([value > 0 for value in beyond])), max(beyond)
+    met = share <= 0.01 and worst <= 0.05
+    text = f"{share:.1%}, worst by {worst:.0%}"
+    lines.append(Score("stated high of memory exceeded", len(beyond), text, "", "<= 1%, by <= 5%", met))
+    return lines
+
+
+def _plain(point: rows.MemoryPoint) -> bool:
+    return point.precision == "bf16" and "gemma" not in point.point.family
+
+
+def _mean_line(what: str, errors: Sequence[float]) -> Score:
+    mean = float(np.mean(np.abs(errors)))
+    return Score(f"{what}: mean error", len(errors), f"{mean:.1%}", "", "<= 5%", mean <= 0.05)
+
+
+_MEMORY: dict[str, Constants] = {}
+
+
+def _memory(family: str) -> Constants:
+    if family not in _MEMORY:
+        _MEMORY[family] = fit.fit_memory(family, fit.START)
+    return _MEMORY[family]
+
+
+def _peaks() -> list[tuple[rows.Point, rows.Trainer, Mapping[str, str], float]]:
+    table = rows.read("prime_rl_trainer")
+    return [
+        (point, trainer, row, peak) for (point, trainer, _, peak), row in zip(rows.trainer_points(), table, strict=True)
+    ]
+
+
+def scores() -> list[Score]:
+    judge = Judge()
+    return [
+        *step_scores(judge),
+        *serving_scores(),
+        *trainer_scores(judge),
+        *sync_scores(),
+        *memory_scores(),
+    ]
+
+
+def main() -> None:
+    found = scores()
+    judged, others = rows.step_rows()
+    if "--json" in sys.argv:
+        print(json.dumps([vars(score) for score in found], indent=1))
+        return
+    print("Estimates beside public measurements; constants fitted without the model that is judged")
+    print(f"{'':66} {'n':>5}  {'estimate':<18} {'plain guess':<18} {'goal':<17}")
+    for score in found:
+        mark = "" if score.met is None else "met" if score.met else "MISSED"
+        print(f"{score.what:66} {score.count:>5}  {score.value:<18} {score.plain:<18} {score.goal:<17} {mark}")
+    families = sorted({row.family for row in judged})
+    frameworks = sorted({row.row["framework"].rsplit(" ", 1)[0] for row in judged})
+    print(
+        f"\n{len(judged)} complete steps of {', '.join(frameworks)}, of {len(families)} models: {', '.join(families)}"
+    )
+    judge = Judge()
+    for row in judged:
+        took = judge.step(row)
+        print(f"  {row.label:66} measured {row.seconds:7.1f}  estimated {took:7.1f}  {took / row.seconds - 1:+.0%}")
+    print(f"\n{len(others)} steps that are not scored, with what they do not state:")
+    for label, lacking in others:
+        print(f"  {label:66} {', '.join(lacking)}")

@@ -1,0 +1,108 @@
+"""`trimtab estimate`: seconds, memory and cost of a run before anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trimtab.cli.options import FormatOption
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.render.output import Format, answer
+
+
+def estimate(
+    file: Annotated[
+        Path | None, typer.Argument(help="An RLinf, verl, NeMo RL or OpenRLHF config, or a job file.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A model's name, or the folder of its config.json.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU kind (h100, a100-80, ...), or a YAML file.")] = None,
+    rollout_gpu: Annotated[str | None, typer.Option("--rollout-gpu", help="GPU kind of rollout, if unlike.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs in all.  [default: one node]")] = None,
+    rollout_gpus: Annotated[int | None, typer.Option("--rollout-gpus", help="GPUs of rollout alone.")] = None,
+    framework: Annotated[str | None, typer.Option("--framework", help="verl, nemo-rl, openrlhf, slime, ...")] = None,
+    release: Annotated[str | None, typer.Option("--release", help="Release, as in the public rows.")] = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, ppo, dapo, gspo, rloo, ...")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", help="Answers of a step.")] = None,
+    train_batch: Annotated[int | None, typer.Option("--train-batch", help="Answers of an optimiser step.")] = None,
+    mean_tokens: Annotated[float | None, typer.Option("--mean-tokens", help="Mean of prompt and answer.")] = None,
+    max_tokens: Annotated[float | None, typer.Option("--max-tokens", help="Limit of prompt and answer.")] = None,
+    prompt_tokens: Annotated[float | None, typer.Option("--prompt-tokens", help="Of a prompt.")] = None,
+    lengths: Annotated[
+        Path | None, typer.Option("--lengths", help="Measured lengths: one a line, tokens,count, or JSONL.")
+    ] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="sync, async, colocate or separate.")] = None,
+    staleness: Annotated[float | None, typer.Option("--staleness", help="Steps that weights may be behind.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Unfinished answers go on with new weights.")] = False,
+    rollout: Annotated[
+        str, typer.Option("--rollout", help="Engines: tp=4,dp=1,precision=fp8,kv=fp8,memory=0.8,sequences=256.")
+    ] = "",
+    train: Annotated[
+        str,
+        typer.Option("--train", help="Training: tp=4,pp=4,cp=1,ep=8,lora=16,backend=fsdp,recompute=no,offload=all."),
+    ] = "",
+    transport: Annotated[str | None, typer.Option("--transport", help="Weight sync: broadcast, packed, delta.")] = None,
+    turns: Annotated[int | None, typer.Option("--turns", help="Turns of an answer.")] = None,
+    tool_seconds: Annotated[float | None, typer.Option("--tool-seconds", help="Of tools in a turn.")] = None,
+    image_tokens: Annotated[float | None, typer.Option("--image-tokens", help="Of images in a prompt.")] = None,
+    judge_seconds: Annotated[
+        float | None, typer.Option("--judge-seconds", help="That a judge on GPUs of its own adds to a rollout.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of the run.")] = 100,
+    price: Annotated[float | None, typer.Option("--price", help="Price of a GPU-hour.")] = None,
+    form: FormatOption = Format.text,
+) -> None:
+    """Estimate seconds, memory and cost of a run from a model, a GPU kind and lengths; nothing is measured.
+
+    Examples:
+
+        trimtab estimate --model qwen3-32b --gpu h100 --gpus 32 --mean-tokens 3206 --max-tokens 4096
+
+        trimtab estimate grpo_config.yaml --gpu h100 --mean-tokens 1060 --steps 300 --price 2.5
+    """
+    given = {key: value for key, value in locals().items() if value is not None}
+    from trimtab.formats import run_settings
+    from trimtab.plan.estimate.answer import estimate as compute
+    from trimtab.plan.estimate.constants import CONSTANTS
+    from trimtab.render.text import estimate as shown
+
+    if not 1 <= steps <= run_settings.MOST or (price is not None and not 0 <= price <= run_settings.MOST):
+        raise InputError("--steps is a count from 1, --price a number from 0")
+    inputs = _of_file(file, overrides or [])
+    for key, words in (("rollout", run_settings.ROLLOUT_WORDS), ("train", run_settings.TRAIN_WORDS)):
+        own = run_settings.parallel(given.pop(key), f"--{key}", words)
+        inputs[key] = {**inputs.get(key, {}), **own}
+    settings = run_settings.build({**inputs, **{k: v for k, v in given.items() if k not in ("file", "overrides")}})
+    found = compute(settings.run, CONSTANTS, settings.offload)
+    data = shown.as_data(settings, found, steps, price, shown.near_rows(settings))
+    answer(data, form, lambda: shown.show(data))
+    _refuse_what_does_not_fit(found)
+
+
+def _of_file(file: Path | None, overrides: list[str]) -> dict[str, Any]:
+    if file is None:
+        return {}
+    from trimtab.formats.frameworks import run_inputs
+
+    return run_inputs.read(file, overrides)
+
+
+def _refuse_what_does_not_fit(found: Any) -> None:
+    """Exit status 3 after the answer, which says where the memory goes."""
+    if found.step.slots < 1:
+        raise InfeasibleError(
+            "the rollout engine has no room for a single answer beside its weights",
+            hint="give --rollout a larger tp or memory, or precision=fp8",
+        )
+    for phase in found.phases:
+        if phase.gb > phase.gpu_gb:
+            raise InfeasibleError(
+                f"{phase.name} needs {phase.gb:.0f} GB of a GPU that has {phase.gpu_gb:g} GB",
+                hint="use more GPUs, a larger tp or pp, recompute, offload or lora (--train)",
+            )

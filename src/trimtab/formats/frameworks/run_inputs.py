@@ -1,0 +1,194 @@
+"""What a framework's config or a job file says about a run's size: model, GPUs, samples, lengths, parallelism.
+
+A key that a config does not have, or has as a placeholder, is left out: the command line may give it, or a default is
+chosen and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.core.errors import InputError
+from trimtab.formats import job, yaml_text
+from trimtab.formats.frameworks.common import FrameworkConfig
+from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
+from trimtab.formats.frameworks.nemo_rl import NemoRl, gpus_of
+from trimtab.formats.frameworks.openrlhf import OpenRlhf
+from trimtab.formats.frameworks.registry import framework_of
+from trimtab.formats.frameworks.rlinf import Rlinf
+from trimtab.formats.frameworks.verl import Verl
+from trimtab.formats.load import refuse_non_rl
+
+Inputs = dict[str, Any]
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
+    """Inputs by the names of the command line's options, underscores for dashes; `rollout` and `train` are mappings."""
+    data = yaml_text.parse(yaml_text.read_text(path), str(path))
+    if isinstance(data, Mapping) and job.matches(data):
+        gpus = job.read(data, path, None).job.cluster.gpus
+        return {"gpus": gpus}
+    composed = compose(path, overrides)
+    refuse_non_rl(composed.config, str(path))
+    framework = framework_of(composed.reader)
+    if framework in READERS:
+        return _stated(READERS[framework](composed.reader))
+    raise InputError(
+        "estimates read job files and the configs of RLinf, verl, NeMo RL and OpenRLHF",
+        where=str(path),
+        hint="give --model, --gpus, --samples and --max-tokens instead",
+    )
+
+
+def _stated(inputs: Inputs) -> Inputs:
+    return {
+        key: _stated(value) if isinstance(value, dict) else value
+        for key, value in inputs.items()
+        if value is not None and value != {}
+    }
+
+
+def _int(reader: ConfigReader, *keys: str) -> int | None:
+    """The first of these keys that is a whole number above 0."""
+    for key in keys:
+        value = reader.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _product(*values: int | None) -> int | None:
+    found = 1
+    for value in values:
+        if value is None:
+            return None
+        found *= value
+    return found
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return a + b if a is not None and b is not None else None
+
+
+def _number(reader: ConfigReader, key: str) -> float | None:
+    value = reader.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _verl(reader: ConfigReader) -> Inputs:
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    n = _int(reader, f"{rollout}.n") or 1
+    megatron = reader.text(f"{actor}.strategy", "fsdp") == "megatron"
+    sizes = {
+        "tp": _int(reader, f"{actor}.megatron.tensor_model_parallel_size"),
+        "pp": _int(reader, f"{actor}.megatron.pipeline_model_parallel_size"),
+        "cp": _int(reader, f"{actor}.megatron.context_parallel_size"),
+        "ep": _int(reader, f"{actor}.megatron.expert_model_parallel_size"),
+    }
+    train: Inputs = sizes if megatron else {"cp": _int(reader, f"{actor}.ulysses_sequence_parallel_size")}
+    train["lora"] = _int(reader, "actor_rollout_ref.model.lora_rank")
+    adv = reader.text("algorithm.adv_estimator", "gae")
+    apart = _product(_int(reader, "rollout.nnodes"), _int(reader, "rollout.n_gpus_per_node"))
+    own = _product(_int(reader, "trainer.nnodes"), _int(reader, "trainer.n_gpus_per_node"))
+    return {
+        "framework": "verl",
+        "model": reader.get("actor_rollout_ref.model.path"),
+        "gpus": _sum(own, apart) if apart else own,
+        "rollout_gpus": apart,
+        "mode": "async" if apart else None,
+        "algorithm": "ppo" if adv == "gae" else adv,
+        "samples": _product(_int(reader, "data.train_batch_size", "data.gen_batch_size"), n),
+        "train_batch": _product(_int(reader, f"{actor}.ppo_mini_batch_size"), n),
+        "max_tokens": _sum(_int(reader, "data.max_prompt_length"), _int(reader, "data.max_response_length")),
+        "rollout": {
+            "tp": _int(reader, f"{rollout}.tensor_model_parallel_size"),
+            "memory": _number(reader, f"{rollout}.gpu_memory_utilization"),
+            "sequences": _int(reader, f"{rollout}.max_num_seqs"),
+            "backend": reader.get(f"{rollout}.name"),
+        },
+        "train": {**train, "backend": "megatron" if megatron else "fsdp"},
+    }
+
+
+def _nemo_rl(reader: ConfigReader) -> Inputs:
+    gpus = gpus_of(reader)
+    section = next((name for name in ("grpo", "ppo") if reader.has(name)), "grpo")
+    megatron = reader.boolean("policy.megatron_cfg.enabled", False)
+    key = "policy.megatron_cfg" if megatron else "policy.dtensor_cfg"
+    return {
+        "framework": "nemo-rl",
+        "model": reader.get("policy.model_name"),
+        "gpus": gpus.policy if gpus.colocated else gpus.policy + gpus.generation,
+        "rollout_gpus": None if gpus.colocated else gpus.generation,
+        "mode": "async" if reader.boolean(f"{section}.async_{section}.enabled", False) else None,
+        "algorithm": section,
+        "samples": _product(
+            _int(reader, f"{section}.num_prompts_per_step"), _int(reader, f"{section}.num_generations_per_prompt")
+        ),
+        "train_batch": _int(reader, "policy.train_global_batch_size"),
+        "max_tokens": _int(reader, "policy.max_total_sequence_length"),
+        "rollout": {
+            "tp": _int(reader, "policy.generation.vllm_cfg.tensor_parallel_size"),
+            "memory": _number(reader, "policy.generation.vllm_cfg.gpu_memory_utilization"),
+        },
+        "train": {
+            "tp": _int(reader, f"{key}.tensor_model_parallel_size", f"{key}.tensor_parallel_size"),
+            "pp": _int(reader, f"{key}.pipeline_model_parallel_size"),
+            "cp": _int(reader, f"{key}.context_parallel_size"),
+            "ep": _int(reader, f"{key}.expert_model_parallel_size"),
+            "backend": "megatron" if megatron else "fsdp",
+        },
+    }
+
+
+def _openrlhf(reader: ConfigReader) -> Inputs:
+    tp = _int(reader, "vllm.tensor_parallel_size") or 1
+    engines = _int(reader, "vllm.num_engines") or 1
+    actor = (_int(reader, "actor.num_nodes") or 1) * (_int(reader, "actor.num_gpus_per_node") or 8)
+    shared = reader.boolean("train.colocate_all", False)
+    return {
+        "framework": "openrlhf",
+        "model": reader.get("actor.model_name_or_path", reader.get("pretrain")),
+        "gpus": actor if shared else actor + tp * engines,
+        "rollout_gpus": None if shared else tp * engines,
+        "mode": "async" if reader.boolean("train.async_enable", False) else None,
+        "samples": _product(_int(reader, "rollout.batch_size"), _int(reader, "rollout.n_samples_per_prompt")),
+        "train_batch": _int(reader, "train.batch_size"),
+        "rollout": {"tp": tp, "memory": _number(reader, "vllm.gpu_memory_utilization")},
+        "train": {"backend": "fsdp"},
+    }
+
+
+def _rlinf(reader: ConfigReader) -> Inputs:
+    group = _int(reader, "algorithm.group_size") or 1
+    samples = _product(_int(reader, "data.rollout_batch_size"), group)
+    batches = _int(reader, "algorithm.n_minibatches")
+    return {
+        "framework": "rlinf",
+        "model": reader.get("rollout.model.model_path", reader.get("rollout.model_dir")),
+        "gpus": _product(_int(reader, "cluster.num_nodes"), _int(reader, "cluster.num_gpus_per_node")),
+        "algorithm": reader.get("algorithm.adv_type"),
+        "samples": samples,
+        "train_batch": samples // batches if samples and batches else None,
+        "max_tokens": _int(reader, "runner.seq_length"),
+        "rollout": {
+            "tp": _int(reader, "rollout.tensor_parallel_size"),
+            "memory": _number(reader, "rollout.gpu_memory_utilization"),
+            "sequences": _int(reader, "rollout.max_running_requests"),
+        },
+        "train": {
+            "tp": _int(reader, "actor.model.tensor_model_parallel_size"),
+            "pp": _int(reader, "actor.model.pipeline_model_parallel_size"),
+            "cp": _int(reader, "actor.model.context_parallel_size"),
+        },
+    }
+
+
+READERS: Mapping[type[FrameworkConfig] | None, Callable[[ConfigReader], Inputs]] = {
+    Rlinf: _rlinf,
+    Verl: _verl,
+    NemoRl: _nemo_rl,
+    OpenRlhf: _openrlhf,
+}

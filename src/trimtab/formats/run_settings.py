@@ -1,0 +1,258 @@
+"""From options to the inputs of an estimate: what was given, what a config gave, and what had to be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.core.errors import InputError, unknown
+from trimtab.formats import catalogue
+from trimtab.model.architecture import Architecture
+from trimtab.model.gpus import BITS, GpuKind
+from trimtab.plan.estimate.lengths import Lengths
+from trimtab.plan.estimate.serving import EngineReplica, weight_bytes
+from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
+from trimtab.plan.estimate.training import Trainer
+
+MODES = ("sync", "async", "colocate", "separate")
+FRAMEWORKS = ("verl", "nemo-rl", "openrlhf", "slime", "areal", "skyrl", "prime-rl", "rlinf", "trl")
+TRANSPORTS = {"nemo-rl": "packed", "slime": "packed", "areal": "packed", "prime-rl": "packed"}
+ROLLOUT_WORDS = ("tp", "dp", "ep", "precision", "kv", "memory", "sequences", "backend")
+TRAIN_WORDS = ("tp", "pp", "cp", "ep", "dp", "lora", "backend", "recompute", "precision", "tokens", "epochs", "offload")
+SYNCS = ("broadcast", "packed", "delta")
+MOST = 10**9
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run to estimate, under the names that a user gave, with what was assumed."""
+
+    run: RunInputs
+    model: str
+    framework: str
+    algorithm: str
+    offload: str
+    assumed: tuple[str, ...]
+
+
+def parallel(text: str, option: str, words: tuple[str, ...]) -> dict[str, Any]:
+    """`tp=4,pp=2` as a mapping; a flag without a value is true."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = part.partition("=")
+        if key not in words:
+            raise unknown(key, words, where=f"command line: {option}")
+        found[key] = _word(value) if equals else True
+    return found
+
+
+def _word(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def build(given: Mapping[str, Any]) -> Settings:
+    """The run that the inputs describe; what is missing is chosen, and listed."""
+    return _Builder(dict(given)).settings()
+
+
+class _Builder:
+    """State while the inputs are completed."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+        self.assumed: list[str] = []
+        self.rollout: dict[str, Any] = dict(given.get("rollout") or {})
+        self.train: dict[str, Any] = dict(given.get("train") or {})
+
+    def settings(self) -> Settings:
+        if not self.given.get("model"):
+            raise InputError("no model is given", hint="give --model NAME, or a folder with a config.json")
+        if not self.given.get("gpu"):
+            raise InputError("no GPU kind is given", hint=f"give --gpu, one of {', '.join(catalogue.gpu_names())}")
+        name, model = catalogue.model(str(self.given["model"]))
+        gpu = catalogue.gpu(str(self.given["gpu"]))
+        rollout_gpu = catalogue.gpu(str(self.given["rollout_gpu"])) if self.given.get("rollout_gpu") else gpu
+        framework = self._one_of("framework", FRAMEWORKS, "verl", alias={"nemo_rl": "nemo-rl", "nemo": "nemo-rl"})
+        algorithm = self._one_of("algorithm", tuple(PASSES), "grpo")
+        mode = self._one_of("mode", MODES, "sync")
+        gpus = self._count("gpus", gpu.gpus_per_node)
+        apart = self._apart(mode, gpus)
+        samples = self._count("samples", 1024)
+        batch = self._count("train_batch", samples)
+        lengths = self._lengths()
+        engine = self._engine(model, rollout_gpu, apart or gpus, shared=not apart)
+        trainer = self._trainer(model, gpu, gpus - apart, lengths, framework)
+        transport = str(self.given.get("transport") or TRANSPORTS.get(framework, "broadcast"))
+        if transport not in SYNCS:
+            raise unknown(transport, SYNCS, where="command line: --transport")
+        staleness = self._number("staleness", 1.0 if mode == "async" else 0.0)
+        fraction = self.rollout.get("memory") or self._fraction(shared=not apart)
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+            raise InputError(
+                f"the engine's share of memory is {fraction}, not above 0 and at most 1", where="--rollout"
+            )
+        run = RunInputs(
+            model=model,
+            gpu=gpu,
+            gpus=gpus,
+            samples=samples,
+            train_batch=min(batch, samples),
+            lengths=lengths,
+            engine=engine,
+            trainer=trainer,
+            rollout_gpus=apart,
+            mode="async" if mode == "async" else "sync",
+            staleness=staleness,
+            partial=bool(self.given.get("partial")),
+            passes=PASSES[algorithm],
+            epochs=self._whole(self.train, "epochs", 1),
+            memory_fraction=float(fraction),
+            max_sequences=self._whole(self.rollout, "sequences", 1024),
+            transport=transport,
+            release=str(self.given.get("release") or ""),
+            turns=int(self._number("turns", 1)),
+            tool_seconds=self._number("tool_seconds", 0.0),
+            image_tokens=self._number("image_tokens", 0.0),
+            judge_seconds=self._number("judge_seconds", 0.0),
+        )
+        offload = str(self.train.get("offload", "all"))
+        if offload not in ("none", "optimizer", "all"):
+            raise unknown(offload, ("none", "optimizer", "all"), where="command line: --train")
+        return Settings(run, name, framework, algorithm, offload, tuple(self.assumed))
+
+    def _one_of(self, key: str, words: tuple[str, ...], default: str, alias: Mapping[str, str] | None = None) -> str:
+        value = self.given.get(key)
+        if not value:
+            self.assumed.append(f"{key}: {default}")
+            return default
+        word = str(value).lower()
+        word = (alias or {}).get(word, word)
+        if word not in words:
+            raise unknown(word, words, where=f"--{key}", what=f"unknown {key} {{}}")
+        return word
+
+    def _number(self, key: str, default: float) -> float:
+        value = self.given.get(key)
+        if value is None:
+            return default
+        if not 0 <= float(value) < MOST:
+            raise InputError(f"--{key.replace('_', '-')} is {value}, not a number from 0 to {MOST:,}")
+        return float(value)
+
+    def _count(self, key: str, default: int) -> int:
+        value = self.given.get(key)
+        if value is None:
+            self.assumed.append(f"{key.replace('_', ' ')}: {default:,}")
+            return default
+        if not 1 <= int(value) < MOST:
+            raise InputError(f"--{key.replace('_', '-')} is {value}, not a count from 1 to {MOST:,}")
+        return int(value)
+
+    def _apart(self, mode: str, gpus: int) -> int:
+        value = self.given.get("rollout_gpus")
+        if mode in ("sync", "colocate") and value is None:
+            return 0
+        if value is None:
+            value = gpus // 2
+            self.assumed.append(f"GPUs of rollout alone: {value}, half of them")
+        if not 1 <= int(value) < gpus:
+            raise InputError(f"--rollout-gpus {value} leaves no GPU for one side of {gpus}", hint="give more --gpus")
+        return int(value)
+
+    def _lengths(self) -> Lengths:
+        prompt = self.given.get("prompt_tokens")
+        if prompt is None:
+            prompt = 200.0
+            self.assumed.append("prompt: 200 tokens")
+        file = self.given.get("lengths")
+        if file:
+            pairs = catalogue.lengths(Path(str(file)))
+            return Lengths.of(pairs, min(float(prompt), pairs[0][0] - 1 if pairs[0][0] > 1 else 0.0))
+        most = self.given.get("max_tokens")
+        if most is None:
+            most = 4096
+            self.assumed.append("longest sequence: 4,096 tokens of prompt and answer")
+        mean = self.given.get("mean_tokens")
+        if mean is None:
+            mean = float(prompt) + (float(most) - float(prompt)) / 2
+            self.assumed.append(f"mean sequence: {mean:,.0f} tokens, half of the longest answer")
+        return Lengths.capped(float(mean), float(most), float(prompt))
+
+    def _engine(self, model: Architecture, gpu: GpuKind, gpus: int, *, shared: bool) -> EngineReplica:
+        precision = self._precision(self.rollout, "precision", "bf16")
+        tp = self._whole(self.rollout, "tp", 0)
+        if not tp:
+            room = gpu.memory_gb * (SHARED_FRACTION if shared else SEPARATE_FRACTION) * 0.6 * 2**30
+            needed = weight_bytes(model, precision) / room
+            tp = next((size for size in range(1, gpus + 1) if gpus % size == 0 and size >= needed), gpus)
+            self.assumed.append(f"rollout: tensor-parallel size {tp}")
+        # With dp, attention is divided by requests and experts are over all tp x dp GPUs; a dense engine is a replica.
+        wide = self._whole(self.rollout, "dp", 1) if model.experts else 1
+        if gpus % (tp * wide):
+            raise InputError(f"{gpus} GPUs of rollout are no multiple of an engine's {tp * wide}", where="--rollout")
+        kv = self._precision(self.rollout, "kv", "bf16")
+        backend = str(self.rollout.get("backend", "vllm"))
+        return EngineReplica(model, gpu, tp * wide, wide, precision, kv, backend)
+
+    def _trainer(self, model: Architecture, gpu: GpuKind, gpus: int, lengths: Lengths, framework: str) -> Trainer:
+        sizes = {name: self._whole(self.train, name, 1) for name in ("tp", "pp", "cp", "ep")}
+        backend = str(self.train.get("backend") or ("megatron" if max(sizes.values()) > 1 else "fsdp"))
+        if backend not in ("fsdp", "megatron"):
+            raise unknown(backend, ("fsdp", "megatron"), where="--train")
+        if "backend" not in self.train:
+            self.assumed.append(f"training: {backend}")
+        split = sizes["tp"] * sizes["pp"] * sizes["cp"]
+        if gpus % split or gpus != split * self._whole(self.train, "dp", gpus // split):
+            raise InputError(
+                f"{gpus} GPUs of training do not make dp x tp x pp x cp, {split} without dp", where="--train"
+            )
+        if gpus // sizes["pp"] % sizes["ep"]:
+            raise InputError(f"ep {sizes['ep']} does not divide {gpus // sizes['pp']} GPUs of a stage", where="--train")
+        recompute = self.train.get("recompute")
+        stated = recompute is not None
+        if not stated:
+            recompute = True
+            self.assumed.append("training: activations are computed again")
+        return Trainer(
+            model,
+            gpu,
+            gpus,
+            tp=sizes["tp"],
+            pp=sizes["pp"],
+            cp=sizes["cp"],
+            ep=sizes["ep"],
+            fsdp=backend == "fsdp",
+            recompute=str(recompute).lower() not in ("false", "0", "no", "none"),
+            recompute_timed=stated or backend == "fsdp",
+            lora_rank=self._whole(self.train, "lora", 0),
+            precision=self._precision(self.train, "precision", "bf16"),
+            micro_tokens=float(self._whole(self.train, "tokens", round(lengths.longest))),
+        )
+
+    def _whole(self, section: Mapping[str, Any], key: str, default: int) -> int:
+        value = section.get(key, default)
+        if value == default:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MOST:
+            raise InputError(f"{key} is {value!r:.40}, not a count from 1", hint="write for example --train tp=4,pp=2")
+        return value
+
+    def _precision(self, section: Mapping[str, Any], key: str, default: str) -> str:
+        word = str(section.get(key, default)).lower()
+        if word not in BITS:
+            raise unknown(word, BITS, what="unknown precision {}")
+        return word
+
+    def _fraction(self, *, shared: bool) -> float:
+        share = SHARED_FRACTION if shared else SEPARATE_FRACTION
+        self.assumed.append(f"engine's share of a GPU's memory: {share:g}")
+        return share

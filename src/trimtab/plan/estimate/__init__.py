@@ -1,0 +1,1 @@
+"""What a run costs before anything is measured: seconds and memory from architecture, GPU and lengths."""

@@ -1,0 +1,80 @@
+"""The whole answer of an estimate: a step with its interval, memory, throughput, staleness, and what a run costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.phases import Phase, phases
+from trimtab.plan.estimate.step import RunInputs, StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Low, likely and high: nine of ten measured values lay between low and high."""
+
+    low: float
+    likely: float
+    high: float
+
+    @classmethod
+    def of(cls, likely: float, spread: float) -> Interval:
+        return cls(likely * math.exp(-spread), likely, likely * math.exp(spread))
+
+    def times(self, factor: float) -> Interval:
+        return Interval(self.low * factor, self.likely * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step and a run take."""
+
+    run: RunInputs
+    step: StepTime
+    seconds: Interval
+    stages: tuple[tuple[str, Interval, str], ...]
+    phases: tuple[Phase, ...]
+    host_gb: float
+    tokens_per_gpu: float
+    mfu: float
+    mean_staleness: float
+    greatest_staleness: float
+
+    def hours(self, steps: int) -> Interval:
+        return self.seconds.times(steps / 3600)
+
+    def gpu_hours(self, steps: int) -> Interval:
+        return self.hours(steps).times(self.run.gpus)
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.gb <= phase.gpu_gb for phase in self.phases) and self.step.slots >= 1
+
+
+def estimate(run: RunInputs, c: Constants, offload: str = "all") -> Estimate:
+    step = step_time(run, c)
+    tokens = run.samples * run.lengths.mean
+    mean, greatest = staleness(run, step)
+    found, host = phases(run, c, offload)
+    return Estimate(
+        run=run,
+        step=step,
+        seconds=Interval.of(step.seconds, c.step_error),
+        stages=tuple((stage.name, Interval.of(stage.seconds, c.stage_error), stage.limit) for stage in step.stages),
+        phases=found,
+        host_gb=host,
+        tokens_per_gpu=tokens / step.seconds / run.gpus,
+        mfu=step.flops / (run.gpus * run.gpu.flops(run.trainer.precision) * step.seconds),
+        mean_staleness=mean,
+        greatest_staleness=greatest,
+    )
+
+
+def staleness(run: RunInputs, step: StepTime) -> tuple[float, float]:
+    """(mean, greatest) steps between the weights that decoded a sample and the step that trains on it."""
+    if run.mode == "sync" or not run.rollout_gpus:
+        return 0.0, 0.0
+    greatest = max(1.0, run.staleness) if run.staleness >= 1 or not run.staleness else run.staleness
+    behind = step.stage("generate") / step.seconds
+    return min(greatest, behind), greatest

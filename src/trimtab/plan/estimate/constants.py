@@ -1,0 +1,70 @@
+"""The fitted numbers of the estimates, with nothing fitted to one row: `python tools/calibrate.py` writes this file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares of peak rates, seconds, and bytes; `*_error` are spreads of log(measured / estimated)."""
+
+    # Decoding and prefill, on serving points.
+    weight_share: float = 0.8961
+    expert_share: float = 0.92
+    cache_share: float = 0.92
+    compute_share: float = 0.889
+    overlap: float = 1
+    layer_us: float = 23.02
+    moe_layer_us: float = 20.78
+    step_ms: float = 1.321
+    sequence_us: float = 26.28
+    hop_us: float = 15.14
+    link_share: float = 0.5819
+
+    # Training passes, on trainers' micro-batches and steps.
+    train_share: float = 0.5206
+    narrow_hidden: float = 476
+    expert_train_share: float = 0.4335
+    attention_share: float = 0.6621
+    train_link_share: float = 0.8428
+
+    # Weight syncs, by transport.
+    broadcast_s: float = 1.064
+    broadcast_s_per_gb: float = 0.5098
+    packed_s: float = 4.245
+    packed_s_per_gb: float = 0.02444
+    ipc_s: float = 2.039
+    ipc_s_per_gb: float = 0.05799
+    delta_s: float = 0.6689
+    delta_s_per_gb: float = 0.1213
+
+    # Steps of RL.
+    rollout_factor: float = 1.492
+    async_steady: float = 0.4134
+    forward_factor: float = 0.98
+    update_s: float = 0.496
+    host_share: float = 0.2907
+    fixed_s: float = 4.975
+    sample_ms: float = 4.089
+    token_us: float = 1.965
+    # Memory of a trainer beside a sleeping engine, on one-GPU points.
+    layer_copies: float = 1.836
+    expert_copies: float = 1.837
+    context_gb: float = 1.656
+    context_exponent: float = 0.2383
+
+    # Half-widths of the intervals, as logarithms, on models that were left out.
+    step_error: float = 0.428
+    stage_error: float = 0.6052
+    engine_memory_error: float = 0.4087
+    memory_error: float = 0.4965
+
+    releases: tuple[tuple[str, float], ...] = (("NeMo RL v0.4", 0.981), ("NeMo RL v0.5", 1))
+
+    def release(self, name: str) -> float:
+        """Factor of a framework's release; 1 for one that was never compared."""
+        return dict(self.releases).get(name, 1.0)
+
+
+CONSTANTS = Constants()

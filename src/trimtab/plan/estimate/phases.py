@@ -1,0 +1,94 @@
+"""GB of each phase of a step on each GPU: generation, log-probs, update, and the wake-up with two sets of weights.
+
+The terms are those of `memory`; what shares a GPU adds what stays behind while another component
+runs. GB are 2^30 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from trimtab.model.architecture import Architecture
+from trimtab.model.gpus import GpuKind
+from trimtab.plan.estimate import memory
+from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.memory import MemorySettings
+from trimtab.plan.estimate.serving import weight_bytes
+from trimtab.plan.estimate.step import RunInputs
+
+GB = 2**30
+
+
+@dataclass(frozen=True)
+class Phase:
+    """GB of a phase on each GPU, term by term, beside what the GPU has."""
+
+    name: str
+    terms: tuple[tuple[str, float], ...]
+    gpu_gb: float
+    spread: float
+
+    @property
+    def gb(self) -> float:
+        return sum(size for _, size in self.terms)
+
+    @property
+    def high_gb(self) -> float:
+        return self.gb * math.exp(self.spread)
+
+
+def context_gb(gpu: GpuKind, c: Constants) -> float:
+    """Of a trainer's process and a sleeping engine's beside it; faster GPUs have larger contexts."""
+    return float(c.context_gb * (gpu.bandwidth_gbs / 1000) ** c.context_exponent)
+
+
+def layer_copies(model: Architecture, c: Constants) -> float:
+    """How often the values of a layer exist at the peak of a backward pass; tokens sent to experts add to it."""
+    return c.layer_copies + (c.expert_copies if model.experts else 0.0)
+
+
+def trainer_settings(run: RunInputs, c: Constants, offload: str) -> MemorySettings:
+    trainer = run.trainer
+    tokens = max(trainer.micro_tokens, run.lengths.longest)
+    return MemorySettings(
+        gpus=trainer.gpus,
+        tp=trainer.tp * trainer.cp,
+        pp=trainer.pp,
+        ep=trainer.ep,
+        zero=3 if trainer.fsdp else 1,
+        checkpointing=trainer.recompute,
+        sequence_length=round(tokens),
+        offload=offload,
+        rollout_tp=run.engine.tp,
+        lora_rank=trainer.lora_rank,
+        layer_copies=layer_copies(run.model, c),
+        process_gb=context_gb(run.gpu, c),
+    )
+
+
+def phases(run: RunInputs, c: Constants, offload: str = "all") -> tuple[tuple[Phase, ...], float]:
+    """(phases, GB of host memory on each node)."""
+    settings = trainer_settings(run, c, offload)
+    trainer, _, inference = memory.estimate(run.model, replace(settings, rollout_tp=1))
+    room = run.gpu.memory_gb
+    engine_gpu = run.engine.gpu
+    weights = weight_bytes(run.model, run.engine.precision) / run.engine.tp / GB
+    context = context_gb(engine_gpu, c)
+    share = engine_gpu.memory_gb * run.memory_fraction
+    shared = not run.rollout_gpus
+    parked = ("trainer, parked", trainer.resident_gb - settings.process_gb)
+    asleep = ("engine, asleep", 0.0)  # its context is in the process's term
+    cache = max(0.0, share - weights)
+    terms = [("weights", weights), ("KV cache and graphs", cache), ("process", context)]
+    generate = Phase("generate", (*terms, *((parked,) if shared else ())), engine_gpu.memory_gb, c.engine_memory_error)
+    found = [generate]
+    for name, need in (("log-probs", inference), ("update", trainer)):
+        sizes = tuple((term.name, term.gb) for term in need.active)
+        found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room, c.memory_error))
+    if shared:
+        own = next((term.gb for term in trainer.active if term.name == "weights"), 0.0)
+        woken = (("engine's weights", weights), ("trainer's weights", own), ("process", context), parked)
+        found.append(Phase("wake with both weights", woken, room, c.engine_memory_error))
+    moved = trainer.host_gb if shared else 0.0
+    return tuple(found), moved * min(run.gpus, run.gpu.gpus_per_node)

@@ -1,0 +1,159 @@
+"""Seconds of an RL step and of its stages, from what is known before a launch.
+
+Synchronous training adds its stages up. Asynchronous training decodes on GPUs of its own beside training: the longer
+side counts, then the weights are sent. Every stage says what limits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from trimtab.model.architecture import Architecture
+from trimtab.model.gpus import GpuKind
+from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.lengths import Lengths
+from trimtab.plan.estimate.serving import EngineReplica, rollout_seconds, slots_of, weight_bytes
+from trimtab.plan.estimate.training import Trainer, pass_time
+
+ENGINE_RESERVE_GB = 4.0
+"""Of an engine beside weights and cache: CUDA context, graphs, the activations of a prefill."""
+
+SHARED_FRACTION, SEPARATE_FRACTION = 0.6, 0.85
+"""Of a GPU's memory for the engine, beside a trainer and alone."""
+
+PASSES: Mapping[str, tuple[str, ...]] = {
+    "grpo": ("old", "reference"),
+    "dapo": ("old",),
+    "rloo": ("old", "reference"),
+    "reinforce++": ("old", "reference"),
+    "gspo": ("old",),
+    "ppo": ("old", "reference", "critic"),
+}
+"""Passes of an algorithm beside the update: log-probs of the old policy and of a reference, values of a critic."""
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """One step's inputs. `rollout_gpus` 0 means that rollout and training share all GPUs."""
+
+    model: Architecture
+    gpu: GpuKind
+    gpus: int
+    samples: int
+    train_batch: int
+    lengths: Lengths
+    engine: EngineReplica
+    trainer: Trainer
+    rollout_gpus: int = 0
+    mode: str = "sync"
+    staleness: float = 0.0
+    partial: bool = False
+    passes: tuple[str, ...] = ("old", "reference")
+    epochs: int = 1
+    memory_fraction: float = SHARED_FRACTION
+    max_sequences: int = 1024
+    transport: str = "packed"
+    release: str = ""
+    turns: int = 1
+    tool_seconds: float = 0.0
+    image_tokens: float = 0.0
+    judge_seconds: float = 0.0
+
+    @property
+    def decode_gpus(self) -> int:
+        return self.rollout_gpus or self.gpus
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds of a stage, what limits it, and whether it runs beside the others."""
+
+    name: str
+    seconds: float
+    limit: str
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step and its stages; `flops` are those of the model, without recompute."""
+
+    seconds: float
+    stages: tuple[Stage, ...]
+    flops: float
+    slots: float
+    concurrent: float
+    notes: tuple[str, ...] = ()
+
+    def stage(self, name: str) -> float:
+        return sum(stage.seconds for stage in self.stages if stage.name == name)
+
+
+def step_time(run: RunInputs, c: Constants) -> StepTime:
+    """Seconds of one step."""
+    factor = c.release(run.release)
+    generate, slots, concurrent = _generate(run, c)
+    passes = _passes(run, c)
+    refit = Stage("refit", refit_seconds(run.model, run.engine, run.transport, c, shared=not run.rollout_gpus), "link")
+    tokens = run.samples * run.lengths.mean
+    rest = Stage("rest", c.fixed_s + run.samples * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
+    training = sum(stage.seconds for stage in passes)
+    beside = bool(run.rollout_gpus) and run.mode != "sync"
+    stages = [replace(generate, beside=beside), *passes, refit, rest]
+    seconds = max(generate.seconds, training + rest.seconds) if beside else generate.seconds + training + rest.seconds
+    seconds += refit.seconds
+    if not run.rollout_gpus:
+        held = weight_bytes(run.model, "bf16") * 7 / run.gpus  # bf16 weights, fp32 copy and two moments, there and back
+        switch = Stage("switch", 2 * held / (run.gpu.host_gbs * 1e9 * c.host_share), "host link")
+        stages.append(switch)
+        seconds += switch.seconds
+    length = run.lengths.squares
+    flops = 3 * run.epochs * tokens * run.model.forward_flops(length)
+    scaled = tuple(replace(stage, seconds=stage.seconds * factor) for stage in stages)
+    return StepTime(seconds * factor, scaled, flops, slots, concurrent)
+
+
+def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
+    engines = run.decode_gpus / run.engine.tp
+    slots, limit = slots_of(run.engine, run.lengths, run.memory_fraction, run.max_sequences, ENGINE_RESERVE_GB)
+    concurrent = min(slots, run.samples / engines)
+    steady = 0.0
+    if run.mode != "sync" and run.rollout_gpus:
+        steady = 1.0 if run.partial or run.staleness > 1 else c.async_steady
+    seconds = rollout_seconds(run.engine, engines, run.samples, run.lengths, slots, c, steady=steady)
+    seconds *= c.rollout_factor
+    tools = run.turns * run.tool_seconds
+    if steady == 1.0:
+        tools = tools * run.samples / (engines * max(1.0, concurrent))
+    limited = "bandwidth and the longest answers" if slots >= run.samples / engines else limit
+    return Stage("generate", seconds + tools + run.judge_seconds, limited), slots, concurrent
+
+
+def _passes(run: RunInputs, c: Constants) -> list[Stage]:
+    tokens, length = run.samples * (run.lengths.mean + run.image_tokens), run.lengths.squares
+    updates = max(1.0, run.samples / run.train_batch) * run.epochs
+    forward = pass_time(run.trainer, tokens, length, 1.0, c, backward=False)
+    update = pass_time(run.trainer, tokens * run.epochs, length, updates, c, backward=True)
+    stages = []
+    for name in run.passes:
+        if name == "critic":
+            stages.append(Stage("values", forward.seconds * c.forward_factor, forward.limit))
+            stages.append(Stage("critic update", update.seconds, update.limit))
+        else:
+            stages.append(Stage(f"{name} log-probs", forward.seconds * c.forward_factor, forward.limit))
+    return [*stages, Stage("update", update.seconds + updates * c.update_s, update.limit)]
+
+
+def refit_seconds(model: Architecture, engine: EngineReplica, transport: str, c: Constants, *, shared: bool) -> float:
+    """Seconds of a weight sync by transport; engines that share the trainer's GPUs copy within each GPU."""
+    size = weight_bytes(model, engine.precision) / 1e9
+    if shared:
+        transport = "ipc"
+    fixed, per_gb = {
+        "broadcast": (c.broadcast_s, c.broadcast_s_per_gb),
+        "packed": (c.packed_s, c.packed_s_per_gb),
+        "ipc": (c.ipc_s, c.ipc_s_per_gb),
+        "delta": (c.delta_s, c.delta_s_per_gb),
+    }[transport]
+    return fixed + size * per_gb

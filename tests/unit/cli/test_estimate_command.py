@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli.app import run
+from trimtab.formats import yaml_text
+
+ROOT = Path(__file__).parents[3]
+QWEN = ("--model", "qwen3-32b", "--gpu", "h100", "--gpus", "32", "--framework", "nemo-rl", "--algorithm", "grpo",
+        "--samples", "2048", "--train-batch", "512", "--mean-tokens", "3206", "--max-tokens", "4096", "--mode", "sync",
+        "--rollout", "tp=4", "--train", "tp=4,pp=4", "--steps", "300", "--price", "2.5")  # fmt: skip
+VERL = """
+data: {train_batch_size: 128, max_prompt_length: 1024, max_response_length: 3072}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-7B-Instruct}
+  actor: {strategy: fsdp, ppo_mini_batch_size: 32}
+  rollout: {name: vllm, n: 8, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.5}
+algorithm: {adv_estimator: grpo}
+trainer: {nnodes: 2, n_gpus_per_node: 8}
+"""
+NEMO = """
+cluster: {num_nodes: 4, gpus_per_node: 8}
+grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 32, async_grpo: {enabled: true}}
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  train_global_batch_size: 512
+  max_total_sequence_length: 4096
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 1, expert_model_parallel_size: 8}
+  generation:
+    backend: vllm
+    vllm_cfg: {tensor_parallel_size: 2, gpu_memory_utilization: 0.7}
+    colocated: {enabled: false, resources: {num_nodes: 2, gpus_per_node: 8}}
+"""
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = run(["estimate", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_the_answer_has_seconds_memory_cost_and_public_steps_near_it(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, *QWEN, "--format", "json")
+    data = json.loads(out)
+    assert status == 0
+    assert data["step_seconds"]["low"] < 393 < data["step_seconds"]["high"]
+    assert set(data["stages"]) >= {"generate", "old log-probs", "reference log-probs", "update", "refit"}
+    assert data["memory_gb"]["update"]["gpu"] == 80
+    assert data["cost"]["likely"] == pytest.approx(data["gpu_hours"]["likely"] * 2.5, rel=1e-3)
+    assert {row["model"] for row in data["near"]} >= {"Qwen3-32B"}
+    assert any("sharded" in note for note in data["warnings"])
+
+
+def test_text_and_yaml_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, *QWEN)
+    assert status == 0
+    for words in ("qwen3-32b (32.8B parameters) on 32 h100", "limited by", "GPU-hours", "Assumed", "Public steps near"):
+        assert words in out
+    _, dumped, _ = call(capsys, *QWEN, "--format", "yaml")
+    _, printed, _ = call(capsys, *QWEN, "--format", "json")
+    assert yaml_text.parse(dumped, "answer") == json.loads(printed)
+
+
+def test_what_is_not_given_is_chosen_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "--model", "qwen2.5-7b", "--gpu", "a800", "--format", "json")
+    data = json.loads(out)
+    assert status == 0
+    assert {"gpus: 8", "mode: sync", "prompt: 200 tokens"} <= set(data["assumed"])
+    assert any("never compared" in note for note in data["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "qwen3-33b", "--gpu", "h100"), ("unknown model qwen3-33b", "did you mean qwen3-32b?")),
+        (("--model", "qwen3-8b", "--gpu", "h1000"), ("unknown GPU kind h1000", "did you mean h100?")),
+        (("--gpu", "h100"), ("no model is given", "--model")),
+        (("--model", "qwen3-8b"), ("no GPU kind is given", "--gpu")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--mode", "asinc"), ("unknown mode asinc", "did you mean async?")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tb=2"), ("unknown key tb", "known: tp")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tp=3"), ("do not make dp x tp", "--train")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tp=two"), ("tp is 'two'", "--train tp=4")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tp=2,dp=3"), ("do not make dp x tp", "--train")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--rollout", "tp=-1"), ("tp is -1", "count")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--gpus", "0"), ("--gpus is 0", "count")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--rollout", "memory=2"), ("share of memory", "--rollout")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--mean-tokens", "9000"), ("does not lie between", "--max-tokens")),
+    ],
+)
+def test_a_mistake_is_told_in_a_line_with_the_cure(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: tuple[str, str]
+) -> None:
+    status, out, err = call(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert all(word in err for word in words)
+    assert len(err.splitlines()) <= 3
+
+
+def test_a_run_that_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, "--model", "llama-3.1-70b", "--gpu", "l4", "--gpus", "8", "--format", "json")
+    assert status == 3
+    assert json.loads(out)["fits"] is False
+    assert "error:" in err
+
+
+def test_a_model_may_be_a_folder_and_lengths_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "lengths.csv").write_text("tokens,count\n500,90\n4000,10\n")
+    status, out, _ = call(
+        capsys, "--model", ROOT / "examples/models/qwen2.5-1.5b", "--gpu", "h200", "--gpus", 8,
+        "--lengths", tmp_path / "lengths.csv", "--format", "json",
+    )  # fmt: skip
+    assert status == 0
+    assert json.loads(out)["parameters"] == 1_543_714_304
+
+
+def test_a_verl_config_gives_the_run_and_options_override_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text(VERL)
+    status, out, _ = call(capsys, file, "--gpu", "h100", "--mean-tokens", 1500, "--format", "json")
+    data = json.loads(out)
+    assert status == 0
+    assert (data["model"], data["gpus"]) == ("qwen2.5-7b", 16)
+    assert not any("longest" in note or "samples" in note for note in data["assumed"])
+    _, out, _ = call(capsys, file, "trainer.nnodes=4", "--gpu", "h100", "--model", "qwen2.5-3b", "--format", "json")
+    assert (json.loads(out)["model"], json.loads(out)["gpus"]) == ("qwen2.5-3b", 32)
+
+
+def test_an_asynchronous_nemo_rl_config_is_read_with_its_split(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "nemo.yaml"
+    file.write_text(NEMO)
+    status, out, _ = call(capsys, file, "--gpu", "h100", "--mean-tokens", 3201, "--format", "json")
+    data = json.loads(out)
+    assert status == 0
+    assert (data["mode"], data["gpus"], data["rollout_gpus"]) == ("async", 32, 16)
+    assert data["staleness"]["greatest"] == 1
+
+
+def test_other_configs_and_job_files_give_what_they_have(capsys: pytest.CaptureFixture[str]) -> None:
+    rlinf = ROOT / "examples/math/config/qwen2.5-1.5b-grpo-megatron.yaml"
+    status, out, _ = call(capsys, rlinf, "--model", "qwen2.5-1.5b", "--gpu", "h100", "--format", "json")
+    assert (status, json.loads(out)["gpus"]) == (0, 8)
+    job = ROOT / "src/trimtab/examples/grpo.yaml"
+    status, out, _ = call(capsys, job, "--model", "qwen2.5-7b", "--gpu", "h100", "--format", "json")
+    assert (status, json.loads(out)["gpus"]) == (0, 32)
