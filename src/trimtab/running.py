@@ -30,7 +30,8 @@ from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run.component import check_class, find_class
 from trimtab.runtime.run.folder import JOB, check_free, discard_unused, new_folder, read_run
-from trimtab.runtime.run.job import RunJob, check_same, load_run, plain_data, read_run_job
+from trimtab.runtime.run.job import RunJob
+from trimtab.runtime.run.job_file import check_same, load_run, plain_data, read_run_job
 from trimtab.runtime.run.run import Run, RunEnd
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from trimtab.render.text.run import RunNarrator
 from trimtab.runtime.procs.processes import MARK, family
 from trimtab.runtime.run.emulated import VirtualClock
 from trimtab.runtime.run.folder import RunFolder, new_folder, read_run
-from trimtab.runtime.run.job import load_run
+from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.run import Run
 

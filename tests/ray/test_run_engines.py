@@ -39,7 +39,8 @@ from trimtab.runtime.client.session import Pool, Session, connect  # noqa: E402
 from trimtab.runtime.procs.processes import table  # noqa: E402
 from trimtab.runtime.run.component import Batch, Place, Result  # noqa: E402
 from trimtab.runtime.run.folder import event_log_path, read_event_log  # noqa: E402
-from trimtab.runtime.run.job import ComponentCode, RunJob, load_run  # noqa: E402
+from trimtab.runtime.run.job import ComponentCode, RunJob  # noqa: E402
+from trimtab.runtime.run.job_file import load_run  # noqa: E402
 from trimtab.runtime.run.ray_executor import RayExecutor  # noqa: E402
 from trimtab.runtime.run.run import Run, RunEnd  # noqa: E402
 from waiting import until  # noqa: E402

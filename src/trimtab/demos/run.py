@@ -95,7 +95,7 @@ def run_demo(folder: Path) -> int:
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.rayapi.embedded import EmbeddedRay
     from trimtab.runtime.run.folder import new_folder
-    from trimtab.runtime.run.job import load_run
+    from trimtab.runtime.run.job_file import load_run
     from trimtab.runtime.run.ray_executor import RayExecutor
     from trimtab.runtime.run.run import Run
 

@@ -44,7 +44,7 @@ from trimtab.replay.replan import reality as loop_noise
 from trimtab.replay.replan import scenario as loop_scenario
 from trimtab.replay.rollout import scenario as rollout_scenario
 from trimtab.runtime.advise.record import _read as read_advised
-from trimtab.runtime.run import job as run_job
+from trimtab.runtime.run import job_file as run_job
 from trimtab.runtime.run.folder import read_run
 from trimtab.runtime.store.journal import read_journal
 

@@ -21,7 +21,7 @@ from examples.grpo.loss import Rules, advantages, token_slopes  # noqa: E402
 from examples.grpo.numpy_policy import NumpyPolicy  # noqa: E402
 from examples.grpo.task import BLANK, END, lengths, questions, rewards, right_answers  # noqa: E402
 
-from trimtab.runtime.run.job import load_run  # noqa: E402
+from trimtab.runtime.run.job_file import load_run  # noqa: E402
 from trimtab.runtime.run.run import Run, RunEnd  # noqa: E402
 
 SMALL = {"questions": 4, "group": 4, "digits": 5, "size": {"hidden": 16}, "batches": 2}

@@ -11,7 +11,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.runtime.run.emulated import Disturbance
-from trimtab.runtime.run.job import check_same, load_run
+from trimtab.runtime.run.job_file import check_same, load_run
 
 FILE = """\
 cluster: {nodes: 1, gpus_per_node: 2}

@@ -30,7 +30,8 @@ from trimtab.runtime.run.emulated import Disturbance, VirtualClock
 from trimtab.runtime.run.executor import Executor
 from trimtab.runtime.run.folder import RunFolder, read_run
 from trimtab.runtime.run.iteration import Checkpointer, IterationRunner
-from trimtab.runtime.run.job import ComponentCode, RunJob, load_run, shared_plan
+from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
+from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.ray_executor import RayExecutor
 from trimtab.runtime.run.run import Run, RunEnd

@@ -20,7 +20,7 @@ from trimtab.rollout import EngineRollout
 from trimtab.runtime.run import folder as run_folder
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.folder import event_log_path, load_path, read_event_log, read_load
-from trimtab.runtime.run.job import load_run
+from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.run import Run
 from waiting import until
 

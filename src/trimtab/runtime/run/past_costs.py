@@ -26,7 +26,7 @@ from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import ANY_KIND, Component, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.plan.placement.space import seconds_at
 from trimtab.runtime.run.folder import JOB, RunHistory, read_run
-from trimtab.runtime.run.job import read_costed
+from trimtab.runtime.run.job_file import read_costed
 
 NEAR = 8  # iterations at either end of a stretch that give its level there
 NOISE, WIDTHS = 0.06, 4.0  # ends that differ by no more than this, or by this many spreads, are the same level
