@@ -102,7 +102,7 @@ def test_a_run_that_is_not_ours_is_watched_and_its_advice_is_read(
             page.emulate_media(color_scheme=scheme)
             for width in WIDTHS:
                 page.set_viewport_size({"width": width, "height": 900})
-                assert page.evaluate("document.documentElement.scrollWidth") <= width
+                page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
                 assert page.evaluate(OUTSIDE) == []
             low = [one for one in page.evaluate(CONTRASTS) if one[0] < 4.5]
             assert low == []

@@ -104,10 +104,10 @@ def test_a_way_back_that_fails_too_ends_the_run_with_its_reason_and_it_can_be_re
     class NoWayBack(LocalExecutor):
         broken = True
 
-        def place(self, *arguments: Any, initial: bool) -> dict[str, frozenset[str]]:
-            if self.broken and not initial:
+        def place(self, workflow: Any, to: Any, iteration: int, *moved: Any) -> Any:
+            if self.broken and moved:
                 raise OSError(12, "out of memory")
-            return super().place(*arguments, initial=initial)
+            return super().place(workflow, to, iteration, *moved)
 
     end = Run(parts_that_move(), tmp_path / "run", NoWayBack(VirtualClock())).run()
     assert end.state == "failed"
