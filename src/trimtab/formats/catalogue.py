@@ -65,16 +65,16 @@ def model(name: str) -> tuple[str, Architecture]:
 def config_of(row: Mapping[str, str]) -> dict[str, Any]:
     """The `config.json` keys of a row of the models' table."""
     apart = ("name", "parameters_b", "active_b", "other", "source")
-    config: dict[str, Any] = {key: _value(text) for key, text in row.items() if key not in apart and text}
+    config: dict[str, Any] = {key: number_or_word(text) for key, text in row.items() if key not in apart and text}
     vision: dict[str, Any] = {}
     for word in row["other"].split():
         key, _, text = word.partition("=")
         if key == "vision_deepstack":
             vision["deepstack_visual_indexes"] = list(range(int(text)))
         elif key.startswith("vision_"):
-            vision[key.removeprefix("vision_")] = _value(text)
+            vision[key.removeprefix("vision_")] = number_or_word(text)
         else:
-            config[key] = _value(text)
+            config[key] = number_or_word(text)
     return {**config, "vision_config": vision} if vision else config
 
 
@@ -114,7 +114,7 @@ def gpu(name: str) -> GpuKind:
     if found is None:
         raise unknown(word, rows, what="unknown GPU kind {}: give a name of the table or a file.yaml")
     row = rows[found]
-    return _gpu_of({key: _value(text) for key, text in row.items()}, "gpus.csv")
+    return _gpu_of({key: number_or_word(text) for key, text in row.items()}, "gpus.csv")
 
 
 def _gpu_of(data: Any, where: str) -> GpuKind:
@@ -175,8 +175,8 @@ def _length(line: str) -> tuple[float, float]:
     return tokens, count
 
 
-def _value(text: str) -> Any:
-    """A cell as the number or word it is."""
+def number_or_word(text: str) -> Any:
+    """A cell of a table, or the value of an option: true, false, a number, or a word."""
     if text in ("true", "false"):
         return text == "true"
     try:

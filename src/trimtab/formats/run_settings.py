@@ -19,7 +19,7 @@ from trimtab.plan.estimate.training import Trainer
 MODES = ("sync", "async", "colocate", "separate")
 FRAMEWORKS = ("verl", "nemo-rl", "openrlhf", "slime", "areal", "skyrl", "prime-rl", "rlinf", "trl")
 TRANSPORTS = {"nemo-rl": "packed", "slime": "packed", "areal": "packed", "prime-rl": "packed"}
-ROLLOUT_WORDS = ("tp", "dp", "ep", "precision", "kv", "memory", "sequences", "backend")
+ROLLOUT_WORDS = ("tp", "dp", "precision", "kv", "memory", "sequences", "backend")
 TRAIN_WORDS = ("tp", "pp", "cp", "ep", "dp", "lora", "backend", "recompute", "precision", "tokens", "epochs", "offload")
 SYNCS = ("broadcast", "packed", "delta")
 MOST = 10**9
@@ -44,19 +44,8 @@ def parallel(text: str, option: str, words: tuple[str, ...]) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if key not in words:
             raise unknown(key, words, where=f"command line: {option}")
-        found[key] = _word(value) if equals else True
+        found[key] = catalogue.number_or_word(value) if equals else True
     return found
-
-
-def _word(text: str) -> Any:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def build(given: Mapping[str, Any]) -> Settings:

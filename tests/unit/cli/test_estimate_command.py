@@ -85,6 +85,7 @@ def test_what_is_not_given_is_chosen_and_told(capsys: pytest.CaptureFixture[str]
         (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tp=two"), ("tp is 'two'", "--train tp=4")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--train", "tp=2,dp=3"), ("do not make dp x tp", "--train")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--rollout", "tp=-1"), ("tp is -1", "count")),
+        (("--model", "qwen3-30b-a3b", "--gpu", "h100", "--rollout", "ep=4"), ("unknown key ep", "--rollout")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--gpus", "0"), ("--gpus is 0", "count")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--rollout", "memory=2"), ("share of memory", "--rollout")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--mean-tokens", "9000"), ("does not lie between", "--max-tokens")),

@@ -20,13 +20,14 @@ from trimtab.machines.pool.queue import HintLog
 from trimtab.machines.pool.records import PoolRecord, PoolTask
 from trimtab.machines.pool.state import PoolState
 from trimtab.model.pool import BundlePlacement, PlacementStrategy, PoolSpec
+from trimtab.replay.common.comparison import percentile
 from trimtab.replay.common.timing import Churn, ChurnEvent, Distribution, PoolTimes
 from trimtab.replay.common.traces import JobRow
 from trimtab.replay.pool.clairvoyant import Clairvoyant
 from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay, WorkloadTask
 from trimtab.replay.pool.invariants import InvariantError, PoolInvariants
 from trimtab.replay.pool.policies import KNOWN, LeastAttained, OrderedScheduler, PoolPolicy, scheduler
-from trimtab.replay.pool.scenario import CLASSES, TaskGenerator, figures, percentile, workload
+from trimtab.replay.pool.scenario import CLASSES, TaskGenerator, figures, workload
 
 AT_ONCE = PoolTimes(*[Distribution()] * 5)
 CLOCKWORK = PoolTimes(Distribution(1.0), Distribution(2.0), Distribution(1.0), Distribution(4.0), Distribution(3.0))

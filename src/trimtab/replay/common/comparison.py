@@ -14,17 +14,32 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import sqrt
+from math import ceil, nan, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
+
+from pydantic import Field
 
 from trimtab.core.errors import InputError
+from trimtab.formats.sections import Made, Seed, Shorthand
 
 MIN_STANDARD_ERRORS = 2.0  # standard errors that a gain must exceed
 MIN_GAIN = 0.002  # share of the figure: smaller differences count as equal
 MIN_SEEDS = 3  # seeds
 SEED_OFFSET = 1_000  # of evaluation seeds
+
+# Of scenario files.
+SEEDS = (1, 2, 3, 4, 5)
+Seeds = Annotated[
+    tuple[int, ...], Made(Annotated[list[Seed], Field(min_length=1)], lambda seeds: tuple(dict.fromkeys(seeds)))
+]
+BY_USE = Shorthand(lambda value: {"use": value} if isinstance(value, str) else value)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile of a sorted list."""
+    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else nan
 
 
 @dataclass(frozen=True)

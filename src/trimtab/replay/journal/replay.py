@@ -27,6 +27,7 @@ from trimtab.formats.sections import Section
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, rules_of
+from trimtab.replay.common.comparison import BY_USE
 from trimtab.replay.common.timing import ChurnEvent
 from trimtab.replay.journal.record import GivenInstruction, SettingEvent, verb
 from trimtab.replay.journal.world import COUNTED, JournalWorld, base_name
@@ -42,7 +43,7 @@ from trimtab.replay.pool.driver import (
 )
 from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy, scheduler
-from trimtab.replay.pool.scenario import BY_USE, PoolFigures, PoolPolicySection, figures
+from trimtab.replay.pool.scenario import PoolFigures, PoolPolicySection, figures
 
 RECORDED = "recorded"
 AS_IT_WAS = "as it was"

@@ -36,22 +36,24 @@ from trimtab.formats.sections import (
     Positive,
     Priority,
     Section,
-    Seed,
-    Shorthand,
     Within,
     checked_by,
 )
 from trimtab.formats.yaml_text import read_source
 from trimtab.model.pool import PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.comparison import (
+    BY_USE,
+    SEEDS,
     Comparison,
     PolicySummary,
     Recommendation,
     ScenarioKind,
+    Seeds,
     Spread,
     SweepRules,
     by_policy,
     check_unique,
+    percentile,
     spread,
     spreads,
 )
@@ -158,11 +160,6 @@ def _class_figures(tasks: Sequence[SimulatedTask]) -> ClassFigures:
     )
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Nearest-rank percentile of a sorted list."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
-
-
 def summary(runs: Sequence[PoolFigures]) -> list[PolicySummary]:
     """One row per policy, in the order of the runs; figures of a class are named `high.wait_mean_s`."""
     return [PolicySummary(policy, _means(known)) for policy, known in by_policy(runs).items()]
@@ -177,7 +174,6 @@ def _means(runs: Sequence[PoolFigures]) -> dict[str, Spread]:
     return found
 
 
-SEEDS = (1, 2, 3, 4, 5)
 MAX_WAIT_RATIO, NEGLIGIBLE_WAIT_S = 1.05, 10.0  # of the first class's waits
 MIN_UTILISATION_RATIO = 0.99
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
@@ -276,9 +272,6 @@ def bundles(gpus: int, node_gpus: int) -> tuple[Resources, ...]:
 
 
 Whole = Annotated[int, Within(0, 1_000_000_000)]
-Seeds = Annotated[
-    tuple[int, ...], Made(Annotated[list[Seed], Field(min_length=1)], lambda seeds: tuple(dict.fromkeys(seeds)))
-]
 
 
 class NodeEventSection(Section):
@@ -321,7 +314,6 @@ def _policy(section: PoolPolicySection) -> PoolPolicy:
     return PoolPolicy(name, section.use, section.preemption, section.pool, section.threshold_gpu_s)
 
 
-BY_USE = Shorthand(lambda value: {"use": value} if isinstance(value, str) else value)
 Policy = Annotated[PoolPolicy, Made(Annotated[PoolPolicySection, BY_USE], _policy)]
 Policies = Annotated[tuple[Policy, ...], Field(min_length=1), checked_by(check_unique)]
 

@@ -44,10 +44,13 @@ from trimtab.model.plan import FrameworkRules
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.replay.common.comparison import (
+    BY_USE,
+    SEEDS,
     Comparison,
     PolicySummary,
     Recommendation,
     ScenarioKind,
+    Seeds,
     Spread,
     SweepRules,
     by_policy,
@@ -56,7 +59,6 @@ from trimtab.replay.common.comparison import (
     spreads,
 )
 from trimtab.replay.common.timing import Churn, Durations, NodeEventKind
-from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds
 from trimtab.replay.replan.baselines import USES, ReplanFigures, figures, run_policy
 from trimtab.replay.replan.past_run import JOB, PastRunReality, read_past_run
 from trimtab.replay.replan.reality import (

@@ -35,19 +35,22 @@ from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.machines.rollout.policies.stream import on
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.comparison import (
+    BY_USE,
+    SEEDS,
     Comparison,
     PolicySummary,
     Recommendation,
     ScenarioKind,
+    Seeds,
     Spread,
     SweepRules,
     by_policy,
     check_unique,
+    percentile,
     spread,
     spreads,
 )
 from trimtab.replay.common.traces import RequestRow, requests
-from trimtab.replay.pool.scenario import BY_USE, SEEDS, Seeds, percentile
 from trimtab.replay.rollout.driver import (
     EngineSpeed,
     Profile,
