@@ -3,8 +3,7 @@
     python training_loop_with_autoscaling.py [--steps N]
 
 It needs a cluster: ./start_ray_cluster.sh starts one, ./add_ray_worker.sh adds a worker to it. Ctrl-C ends it cleanly.
-The loop is `trimtab.demos.elastic_loop`; docs/elastic.md says how to use your own trainer instead of the small one
-here.
+The loop is `trimtab.demos.elastic_loop`; docs/guides/elastic.md says how to use your own trainer.
 """
 
 from __future__ import annotations

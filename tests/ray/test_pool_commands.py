@@ -26,10 +26,10 @@ from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.rayapi.nodes import RayNode
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
-ROLLOUT_PAGE = (ROOT / "docs" / "rollout.md").read_text(encoding="utf-8")
-LOOP_PAGE = (ROOT / "docs" / "loop.md").read_text(encoding="utf-8")
-NODES_PAGE = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guides" / "pools.md").read_text(encoding="utf-8")
+ROLLOUT_PAGE = (ROOT / "docs" / "guides" / "rollout.md").read_text(encoding="utf-8")
+LOOP_PAGE = (ROOT / "docs" / "guides" / "replanning.md").read_text(encoding="utf-8")
+NODES_PAGE = (ROOT / "docs" / "guides" / "nodes.md").read_text(encoding="utf-8")
 
 
 class Actor:
@@ -362,7 +362,7 @@ def test_the_python_of_the_page_runs_as_it_stands(cluster: Any, capsys: pytest.C
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     for_all: dict[str, Any] = {"__name__": "page"}
     for block in blocks:
-        exec(compile(block, "docs/pools.md", "exec"), for_all)
+        exec(compile(block, "docs/guides/pools.md", "exec"), for_all)
     lines = [line for line in capsys.readouterr().out.splitlines() if "(raylet)" not in line]  # Ray's, about what ended
     assert lines[0].startswith("1 ")
     assert "evicted" in lines[1]

@@ -35,7 +35,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for folder in (ROOT / "examples", ROOT / "src" / "trimtab" / "examples"):
         for path in sorted(folder.rglob("*.yaml")):
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in sorted((ROOT / "docs").rglob("*.md")):
         for at, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)):
             yield f"{page.name}, block {at + 1}", block
 

@@ -183,7 +183,7 @@ def test_settings_that_are_likely_to_disappoint_are_said() -> None:
 
 
 def test_the_files_of_the_docs_and_the_example_are_right() -> None:
-    page = (ROOT / "docs" / "rollout-job.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "rollout-job.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert [read(block).count for block in blocks] == [1, 5]
     assert rollout_file.read(ROOT / "examples" / "rollout" / "job.yaml").warnings() == []

@@ -537,7 +537,7 @@ def registered() -> Iterator[None]:
 
 
 def test_the_policy_in_the_docs_decides() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "rollout-tuning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "rollout-tuning.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     block = next(one for one in blocks if "@register" in one)
     known: dict[str, Any] = {}
@@ -551,7 +551,7 @@ def test_the_policy_in_the_docs_decides() -> None:
 
 
 def test_every_warning_is_in_the_docs() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "rollout-tuning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "rollout-tuning.md").read_text(encoding="utf-8")
     rows = page.split("## Warnings")[1].split("## ")[0].count("\n| ") - 1
     assert rows == len(DEFAULTS._risks())
     for one in fields(ElasticConfig):

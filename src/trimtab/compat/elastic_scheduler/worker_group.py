@@ -57,7 +57,7 @@ class WorkerGroupCalls:
     def __init__(self, group: Any, timeout_s: float) -> None:
         for name in ("flush_worker_cache", "resume_worker_memory"):
             if not callable(getattr(group, name, None)):
-                hint = "without it no worker can be released or resumed; see docs/rollout-tuning.md"
+                hint = "without it no worker can be released or resumed; see docs/guides/rollout-tuning.md"
                 raise InputError(
                     f"{type(group).__name__} has no {name}(worker_id)",
                     where="worker_group",

@@ -1,6 +1,6 @@
 """The output of `trimtab cluster`: ledger, Ray's view and GPUs combined as data, that data as text, the live display.
 
-`status_data` is the documented form (docs/cluster.md); all text is made from it. Only reads.
+`status_data` is the documented form (docs/guides/local-cluster.md); all text is made from it. Only reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The output of `trimtab rollout`: a pool's status as data and as text.
 
-`status_data` is the documented form (docs/rollout-doctor.md); all text is made from it.
+`status_data` is the documented form (docs/guides/rollout-doctor.md); all text is made from it.
 """
 
 from __future__ import annotations
