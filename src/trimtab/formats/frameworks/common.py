@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
+from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework
@@ -74,6 +75,15 @@ class FrameworkConfig(ABC):
     @abstractmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:
         """GPU counts and batches of a run with this config, for its log. Raises InputError if not stated."""
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        """Where the config comes from, if a launch starts the framework's trainer; None for every other program.
+
+        `launch.runs(...)` recognises modules and scripts, `launch.find(...)` finds config files of a checkout or an
+        installed package; `launch/flags.py` reads argparse flags. What is unknown in an argument stays in the answer.
+        """
+        return None
 
     @classmethod
     def asynchronous(cls, reader: ConfigReader) -> str | None:
