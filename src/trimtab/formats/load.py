@@ -30,7 +30,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
             hint="give the config that the run resolved: outputs/DATE/TIME/.hydra/config.yaml where it was started, or "
             "the config that the script names, with the script's overrides",
         )
-    data = yaml_text.parse(text, str(path))
+    data = yaml_text.parse_config(text, str(path))
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else type(data).__name__
         raise InputError(
@@ -42,7 +42,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         return job.read(overridden(data, overrides), path, profile, "" if overrides else text)
     # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
     from trimtab.formats.frameworks.hydra_config import compose
-    from trimtab.formats.frameworks.registry import framework_of
+    from trimtab.formats.frameworks.registry import framework_of, titles
 
     try:
         composed = compose(path, overrides)
@@ -53,6 +53,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     refuse_non_rl(composed.config, str(path))
     framework = framework_of(composed.reader)
     if framework is not None:
+        refuse_purpose(framework.purpose(composed.reader), str(path))
         try:
             loaded = framework.read(composed, profile)
         except InputError as error:
@@ -67,7 +68,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     raise InputError(
         "unknown job file format",
         where=str(path),
-        hint="known are trimtab's job file (cluster, workflow) and the configs of RLinf, verl, NeMo RL and OpenRLHF",
+        hint=f"known are trimtab's job file (cluster, workflow) and the configs of {titles()}",
     )
 
 
@@ -121,7 +122,10 @@ def non_rl_purpose(data: Mapping[str, Any]) -> str | None:
 
 def refuse_non_rl(data: Mapping[str, Any], where: str) -> None:
     """Raise InputError for a config without RL: there is no rollout to place beside training."""
-    what = non_rl_purpose(data)
+    refuse_purpose(non_rl_purpose(data), where)
+
+
+def refuse_purpose(what: str | None, where: str) -> None:
     if what is not None:
         raise InputError(
             f"not an RL job: this is {what}",

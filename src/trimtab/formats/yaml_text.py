@@ -1,15 +1,21 @@
-"""Reads and writes YAML; every error names the file, and the line where the parser knows it."""
+"""Reads and writes YAML, and reads TOML; every error names the file, and the line where the parser knows it."""
 
 from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -74,6 +80,17 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text (byte {error.start})", where=str(path)) from None
+
+
+def parse_config(text: str, name: str) -> Any:
+    """Plain data of a config: TOML where the file's name says so, else YAML."""
+    if not name.endswith(".toml"):
+        return parse(text, name)
+    try:
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise InputError(f"this is not valid TOML: {_one_line(str(error))}", where=name) from None
+    return plain.check(data, name)
 
 
 def read_source(path: Path) -> tuple[Source, Any]:

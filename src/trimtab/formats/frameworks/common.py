@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
@@ -52,6 +52,7 @@ class FrameworkConfig(ABC):
     NOT_PLACED: ClassVar[tuple[str, ...]] = ()  # measured, but not placed by themselves
     AFTER: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # those that a run has; without any, the first component
     GROUPS: ClassVar[bool] = True  # configs are made of Hydra's config groups, not of parent files
+    EVEN_NODES: ClassVar[bool] = True  # a pool is `nodes x GPUs per node`, not a number of GPUs in a row
 
     cluster: Cluster
     batches: int = 1
@@ -84,6 +85,16 @@ class FrameworkConfig(ABC):
         installed package; `launch/flags.py` reads argparse flags. What is unknown in an argument stays in the answer.
         """
         return None
+
+    @classmethod
+    def purpose(cls, reader: ConfigReader) -> str | None:
+        """What a config is for if it is not for reinforcement learning on GPUs of its own: such are refused."""
+        return None
+
+    @classmethod
+    def inputs(cls, reader: ConfigReader) -> dict[str, Any]:
+        """A run's size for `trimtab estimate`, by the names of its options; what is not stated is None or left out."""
+        raise InputError(f"{cls.TITLE} configs do not say how large a run is", where=str(reader.path))
 
     @classmethod
     def asynchronous(cls, reader: ConfigReader) -> str | None:
@@ -184,9 +195,9 @@ class FrameworkConfig(ABC):
         raise NotImplementedError
 
     def pool_sizes(self) -> Sequence[int]:
-        """Pool sizes that `nodes x GPUs per node` can express on this cluster."""
+        """Pool sizes that can be expressed on this cluster."""
         nodes = [node.gpus for node in self.cluster.nodes]
-        return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
+        return [size for size in range(1, sum(nodes) + 1) if not self.EVEN_NODES or even_splits(size, nodes)]
 
     def rules(self, members: Mapping[str, Component]) -> FrameworkRules:
         """The groupings whose pools each have a size that suits all members."""
@@ -206,7 +217,7 @@ class FrameworkConfig(ABC):
                 where=self.path,
                 hint="change the parallel sizes or the batch size so that some number of GPUs divides them",
             )
-        return FrameworkRules(self.title, tuple(allowed), even_nodes=True)
+        return FrameworkRules(self.title, tuple(allowed), even_nodes=self.EVEN_NODES)
 
     def notes(self) -> Iterable[str]:
         """Assumptions beyond the costs."""

@@ -211,7 +211,7 @@ class ComposedConfig:
         """Whether the key can be edited in the file: it is set there literally, or nowhere at all."""
         from trimtab.formats import write_back
 
-        if self.on_command_line(key):
+        if self.on_command_line(key) or self.path.suffix == ".toml":
             return False
         key_standing = write_back.key_standing(yaml_text.read_text(self.path), key)
         if key_standing == "absent":
@@ -252,13 +252,15 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
 
 
 def read_alone(path: Path) -> Any:
-    """A YAML file as OmegaConf reads it, without its parents."""
+    """A YAML or TOML file as OmegaConf reads it, without its parents."""
     import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     text = yaml_text.read_text(path)
     try:
+        if path.suffix == ".toml":
+            return OmegaConf.create(yaml_text.parse_config(text, str(path)))
         _check_aliases(text, path)
         config = OmegaConf.create(text)
     except yaml.MarkedYAMLError as error:

@@ -17,3 +17,9 @@ FRAMEWORKS: Mapping[str, type[FrameworkConfig]] = {kind.NAME: kind for kind in (
 
 def framework_of(reader: ConfigReader) -> type[FrameworkConfig] | None:
     return next((kind for kind in FRAMEWORKS.values() if kind.matches(reader)), None)
+
+
+def titles() -> str:
+    """The frameworks' names, for messages."""
+    *first, last = (kind.TITLE for kind in FRAMEWORKS.values())
+    return f"{', '.join(first)} and {last}"

@@ -16,27 +16,28 @@ from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import NemoRl, gpus_of
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
-from trimtab.formats.frameworks.registry import framework_of
+from trimtab.formats.frameworks.registry import framework_of, titles
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.verl import Verl
-from trimtab.formats.load import refuse_non_rl
+from trimtab.formats.load import refuse_non_rl, refuse_purpose
 
 Inputs = dict[str, Any]
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
     """Inputs by the names of the command line's options, underscores for dashes; `rollout` and `train` are mappings."""
-    data = yaml_text.parse(yaml_text.read_text(path), str(path))
+    data = yaml_text.parse_config(yaml_text.read_text(path), str(path))
     if isinstance(data, Mapping) and job.matches(data):
         gpus = job.read(data, path, None).job.cluster.gpus
         return {"gpus": gpus}
     composed = compose(path, overrides)
     refuse_non_rl(composed.config, str(path))
     framework = framework_of(composed.reader)
-    if framework in READERS:
-        return _stated(READERS[framework](composed.reader))
+    if framework is not None:
+        refuse_purpose(framework.purpose(composed.reader), str(path))
+        return _stated(READERS.get(framework, framework.inputs)(composed.reader))
     raise InputError(
-        "estimates read job files and the configs of RLinf, verl, NeMo RL and OpenRLHF",
+        f"estimates read job files and the configs of {titles()}",
         where=str(path),
         hint="give --model, --gpus, --samples and --max-tokens instead",
     )
