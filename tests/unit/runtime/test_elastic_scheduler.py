@@ -452,8 +452,79 @@ def test_a_worker_that_status_leaves_out_is_not_taken_for_idle() -> None:
         scheduler = made(group)
         await scheduler.start()
         await asyncio.sleep(600)
-        assert group.flushes == []
-        assert "says nothing of worker 2" in scheduler.faults[-1]
+        assert 2 not in group.flushes
+        assert any("says nothing of worker 2" in fault for fault in scheduler.faults)
+        await scheduler.stop()
+
+    run(story)
+
+
+def state_of(scheduler: ElasticScheduler, worker: int) -> str:
+    return next(view.state.value for view in scheduler.workers() if view.worker == str(worker))
+
+
+def test_a_worker_that_vanishes_from_the_status_is_lost_and_its_requests_go_to_others() -> None:
+    async def story() -> None:
+        group, moved = Group(3), []
+        scheduler = ElasticScheduler(
+            ElasticConfig(), group, clock=clock, call_timeout_s=20.0, on_moved=lambda *what: moved.append(what)
+        )
+        await scheduler.start()
+        await place(scheduler, group, *names(18))
+        held = sorted(group.on[1])
+        assert len(held) == 6  # the others have room for four of them
+        group.unsaid = {1}
+        await asyncio.sleep(60)
+        assert state_of(scheduler, 1) == "lost"
+        assert len(moved) == 4
+        assert [scheduler.worker_of(request) for request in held].count(None) == 2
+        finish(scheduler, group, *sorted(group.on[0])[:2])
+        assert sorted(request for request, _ in moved) == held
+        assert {worker for _, worker in moved} <= {0, 2}
+        assert [scheduler.worker_of(request) for request, _ in moved] == [worker for _, worker in moved]
+        assert scheduler.add_request("late").worker is None
+        assert scheduler.get_metrics()["active_workers"] == 2
+        await scheduler.stop()
+
+    run(story)
+
+
+def test_the_others_go_on_scaling_when_a_worker_is_lost_and_it_serves_again_once_it_is_named() -> None:
+    async def story() -> None:
+        group = Group(4)
+        scheduler = made(group)
+        await scheduler.start()
+        group.unsaid = {3}
+        await asyncio.sleep(600)
+        assert len(group.flushes) == 2
+        assert state_of(scheduler, 3) == "lost"
+        group.unsaid = set()
+        await asyncio.sleep(20)
+        assert state_of(scheduler, 3) != "lost"
+        await scheduler.wake_up_all_workers()
+        assert scheduler.get_metrics()["active_workers"] == 4
+        await scheduler.stop()
+
+    run(story)
+
+
+def test_a_worker_reported_lost_gives_its_requests_back_at_once() -> None:
+    async def story() -> None:
+        group = Movable(2)
+        scheduler = made(group, max_workers=2)
+        await scheduler.start()
+        placements = [scheduler.add_request(name) for name in names(4)]
+        await asyncio.gather(*placements)
+        before = {placement.request for placement in placements if placement.worker == 1}
+        assert before
+        group.awake.discard(1)
+        group.unsaid = {1}
+        scheduler.worker_lost(1, "its node is gone")
+        await asyncio.sleep(1)
+        assert {request for request, worker in group.told if worker == 0} >= before
+        assert "its node is gone" in scheduler.faults[-1]
+        with pytest.raises(InputError, match="there is no worker 7"):
+            scheduler.worker_lost(7)
         await scheduler.stop()
 
     run(story)

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
@@ -56,6 +57,7 @@ MIN_WAIT_S = 0.005
 FRESH_INTERVALS = 2.5  # a status is valid for this many intervals, unless the next one fails
 FAULTS_KEPT = 100
 COMPLETED_KEPT = 1_000
+LOST_AFTER = 3  # statuses in a row without a worker until it counts as lost
 HOLD = "wake_up_all_workers"
 STOPPED = "stop"
 VERSION = 0  # weights are between trainer and group; to the machine they never change
@@ -113,14 +115,20 @@ class ElasticScheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
         call_timeout_s: float = CALL_TIMEOUT_S,
+        lost_after: int = LOST_AFTER,
+        on_moved: Callable[[str, WorkerId], None] | None = None,
     ) -> None:
+        """`on_moved(request_id, worker)` is called when a request that was sent must be sent again, to that worker."""
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
         Range(SHORTEST_S, MAX_CALL_S).check("call_timeout_s", call_timeout_s, "ElasticScheduler")
+        Range(1, 1_000, whole=True).check("lost_after", lost_after, "ElasticScheduler")
         self.worker_group = worker_group
         self.faults: list[str] = []  # the last faults, oldest first
         self._clock = clock
         self._calls = WorkerGroupCalls(worker_group, call_timeout_s)
-        self._load_known = True  # False: the last status failed, or left a worker out
+        self._lost_after, self._on_moved = lost_after, on_moved
+        self._load_known = True  # False: the last status failed, or left out a worker that is not lost
+        self._missing: Counter[str] = Counter()  # statuses in a row that left a worker out
         self._machine = RolloutMachine(_rules(self.config, self._calls), replace(self.config, policy=self._policy()))
         self.background = Background(prefix="elastic-scheduler")
         self._core = RolloutCore(self._machine, clock, background=self.background, closing=True)
@@ -244,7 +252,10 @@ class ElasticScheduler:
     def worker_of(self, request_id: str) -> WorkerId | None:
         """The current worker of the request; None: it waits, or is finished."""
         name = self._open.get(request_id)
-        return None if name is None else self._placements[name].worker
+        view = None if name is None else self._machine.request(name)
+        if name is None or view is None or view.state is RequestState.queued:
+            return None
+        return self._placements[name].worker
 
     # ---- how many ------------------------------------------------------------------------------------------------
 
@@ -269,7 +280,25 @@ class ElasticScheduler:
         """Set the demand for released workers: how many in all, and for how long."""
         self._handle(e.DemandSeen(takers))
 
-    # ---- metrics -------------------------------------------------------------------------------------------------
+    # ---- workers and metrics -------------------------------------------------------------------------------------
+
+    def worker_lost(self, worker: WorkerId, why: str = "reported lost") -> None:
+        """The worker is gone: nothing is sent to it, its requests go to others, and the others go on scaling.
+
+        It is used again once `get_worker_status` names it.
+        """
+        name = str(worker)
+        if name not in self._ids:
+            raise InputError(f"there is no worker {worker}", hint=meant(name, self._ids))
+        self._missing[name] = max(self._missing[name], self._lost_after)
+        self._unflushed.discard(name)
+        if not any(view.worker == name for view in self._workers(WorkerState.lost)):
+            self._record_fault(f"worker {name} is lost: {why}; its requests go to others")
+            self._handle(e.WorkerDied(name, why))
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """Each worker with its state, why it has it, and its requests."""
+        return tuple(self._machine.workers())
 
     def get_metrics(self) -> dict[str, Any]:
         """Workers, requests and load. Load is waiting and running requests, on draining workers too."""
@@ -296,12 +325,15 @@ class ElasticScheduler:
     def _send(self, send: e.SendRequest) -> None:
         worker = self._ids[send.worker]
         placement = self._placements[send.request]
-        if placement.worker is not None:
+        moves = placement.worker is not None
+        if moves:
             log.info("request %s moves from worker %s to %s", placement.request, placement.worker, worker)
         if self._calls.is_told:
             self._spawn(f"assign {send.request}", lambda: self._assign(send))
         else:
             placement.settle(worker)
+            if moves and self._on_moved is not None:
+                self._on_moved(placement.request, worker)
 
     async def _assign(self, send: e.SendRequest) -> None:
         worker = self._ids[send.worker]
@@ -464,10 +496,7 @@ class ElasticScheduler:
             self._load_known = False
             self._record_fault(f"{error.what}; the load is unknown, so nothing is scaled")
             return None
-        missing = [str(worker) for worker in self._ids.values() if worker not in statuses]
-        self._load_known = not missing
-        if missing:
-            self._record_fault(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
+        self._look_for_lost(statuses)
         for worker, status in statuses.items():
             if str(worker) in self._ids:
                 self._handle(e.LoadReported(str(worker), status.active_requests, 0, 0.0, self._clock()))
@@ -477,6 +506,26 @@ class ElasticScheduler:
             if not self._lock(name).locked():
                 self._spawn(f"late flush of {name}", functools.partial(self._flush_late, name))
         return statuses
+
+    def _look_for_lost(self, statuses: Mapping[WorkerId, WorkerStatus]) -> None:
+        """A worker left out of several statuses in a row is lost; a status that names no worker says nothing."""
+        missing = [name for name, worker in self._ids.items() if worker not in statuses]
+        lost = {view.worker for view in self._workers(WorkerState.lost)}
+        unknown = [name for name in missing if name not in lost]
+        self._load_known = not unknown
+        if unknown:
+            self._record_fault(f"get_worker_status says nothing of worker {', '.join(unknown[:8])}")
+        if len(missing) == len(self._ids):
+            return
+        self._missing = Counter({name: self._missing[name] + 1 for name in missing})
+        for name in unknown:
+            if self._missing[name] >= self._lost_after:
+                self.worker_lost(self._ids[name], f"get_worker_status left it out {self._missing[name]} times in a row")
+        for name in sorted(lost - set(missing)):
+            self._handle(e.WorkerUp(name, VERSION))
+            if statuses[self._ids[name]].status == "inactive":
+                self._handle(e.WorkerSlept(name))
+            self._confirm_version(name)
 
     def _join(self, worker: WorkerId) -> None:
         name = str(worker)
