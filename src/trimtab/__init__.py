@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trimtab import profile
     from trimtab.compat.elastic_scheduler.scheduler import ElasticScheduler
-    from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
+    from trimtab.compat.schedulemesh.simple import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
     from trimtab.formats.load import load
     from trimtab.model.elastic_config import ElasticConfig
     from trimtab.plan.placement.planner import plan_placement
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "trimtab.compat.elastic_scheduler.scheduler": "ElasticScheduler",
-    "trimtab.compat.simple_scheduler.scheduler": "PreemptionAggressiveness SimpleScheduler SimpleTaskSpec",
+    "trimtab.compat.schedulemesh.simple": "PreemptionAggressiveness SimpleScheduler SimpleTaskSpec",
     "trimtab.formats.load": "load",
     "trimtab.model.elastic_config": "ElasticConfig",
     "trimtab.plan.placement.planner": "plan_placement",

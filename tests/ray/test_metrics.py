@@ -39,7 +39,7 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
-from trimtab.runtime.controller.metrics import BUCKETS_MS, METRICS, MetricSpec, PoolMetrics, desired_workers
+from trimtab.runtime.controller.metrics import BUCKETS_MS, METRICS, MetricSpec, PoolMetrics, aliased, desired_workers
 from trimtab.runtime.controller.metrics import NODE_METRICS as FLEET_METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +173,23 @@ def test_gauges_tell_queue_slots_tasks_and_warm_hosts(world: World) -> None:
     assert slots == {"rl taken": 2, "rl idle": 0, "rl making": 0, "rl removing": 0, "rl wanted": 0}
     assert world.sampled("trimtab_warm_hosts") == {"0123456789ab ready": 2, "0123456789ab starting": 1}
     assert world.sampled("trimtab_warm_hosts_target") == {"rl": 3}
+
+
+def test_with_an_alias_counters_and_histograms_are_recorded_under_both_names_and_gauges_once() -> None:
+    told: list[str] = []
+
+    def make(metric: MetricSpec) -> Callable[[float, dict[str, str]], None]:
+        return lambda figure, labels: told.append(metric.name)
+
+    record = aliased(make, "schedulemesh")
+    for metric in METRICS:
+        record(metric)(1.0, {})
+    assert [name for name in told if name.startswith("schedulemesh_")] == [
+        "schedulemesh_preemption_count",
+        "schedulemesh_preemption_execution_latency_ms",
+        "schedulemesh_task_schedule_latency_ms",
+    ]
+    assert sorted(name for name in told if name.startswith("trimtab_")) == sorted(metric.name for metric in METRICS)
 
 
 def test_slots_are_told_as_the_pool_itself_tells_them(world: World) -> None:

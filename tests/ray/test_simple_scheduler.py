@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from trimtab import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
-from trimtab.compat.simple_scheduler.conversion import MB, PreemptionSettings
+from trimtab.compat.schedulemesh.config.policy import PreemptionSettings
+from trimtab.compat.schedulemesh.conversion import MB
 from trimtab.core.errors import InputError
 from trimtab.runtime.rayapi.connect import import_ray
 from waiting import until
@@ -63,7 +64,7 @@ def scheduler(shared: SimpleScheduler) -> Iterator[SimpleScheduler]:
 
 
 def names(scheduler: SimpleScheduler) -> list[str]:
-    return [pool["name"] for pool in scheduler.list_pools()]
+    return [pool["name"] for pool in scheduler.list_pools()["pools"]]
 
 
 def exists(pid: int) -> bool:
@@ -217,7 +218,7 @@ def test_the_guides_scenes_run_as_they_stand(ray: Any) -> None:
     assert not result["success"]
     assert "quota" in result["reason"]
     assert scheduler.stats()["total_preemptions"] == 0
-    assert {one["state"] for one in scheduler.list_agents()} == {"running"}
+    assert {one["state"] for one in scheduler.list_agents()["agents"]} == {"running"}
 
     result = scheduler.submit_spec(
         SimpleTaskSpec(
@@ -254,7 +255,7 @@ def test_the_guides_scenes_run_as_they_stand(ray: Any) -> None:
     assert ray.get(result["agent"]["handle"].run.remote(), timeout=60) == 1
     assert scheduler.stats()["total_preemptions"] == scheduler.stats()["same_pool_preemptions"] == 2
     assert {one["task_id"] for one in scheduler.stats()["recent_preemptions"]} == {"rollout-00", "rollout-01"}
-    pids = [one["pid"] for one in scheduler.list_agents() if one["pid"]]
+    pids = [one["pid"] for one in scheduler.list_agents()["agents"] if one["pid"]]
 
     for task in ("train-00", "reward-00", "rollout-extra-00"):
         assert scheduler.complete(task)["success"]
@@ -265,6 +266,55 @@ def test_the_guides_scenes_run_as_they_stand(ray: Any) -> None:
     assert not scheduler.ensure_pool(name="rlhf-pg-pool", resources=CPU)["success"]
     assert "shut down" in scheduler.complete("train-00")["reason"]
     scheduler.shutdown()
+
+
+def test_a_script_for_the_public_scheduler_runs_to_its_end_with_only_its_imports_changed(ray: Any) -> None:
+    from trimtab.compat.schedulemesh.config.policy import PreemptionAggressiveness as Level
+    from trimtab.compat.schedulemesh.simple import SimpleScheduler as Public
+    from trimtab.compat.schedulemesh.simple import SimpleTaskSpec as Spec
+
+    worker = ray.remote(RLHFWorker)
+    scheduler = Public("public-script", metric_aliases=True)
+    rules = {"role": {"train": ["reward", "rollout"], "reward": ["rollout"]}}
+    scheduler.configure_preemption(
+        enable_label_preemption=True, label_preemption_rules=rules, preemption_aggressiveness=Level.MEDIUM,
+        enable_cross_pool_preemption=False,
+    )  # fmt: skip
+    slot = {"cpu": 2.0, "memory": 512.0}
+    scheduler.ensure_pool(
+        name="public", labels={"workload": "rlhf"}, resources={"cpu": 4.0, "memory": 2048.0},
+        pg_pool_config={"enable": True, "high_priority_pg_specs": [slot], "enable_dynamic_pgs": True,
+                        "max_dynamic_pgs": 2, "enable_pg_reuse": True},
+    )  # fmt: skip
+    small = {"cpu": 1.0, "memory": 256.0}
+    tasks = []
+    for task, role, priority, resources in (
+        ("rollout-00", "rollout", 3.0, small), ("rollout-01", "rollout", 3.0, small), ("reward-00", "reward", 8.5, slot)
+    ):  # fmt: skip
+        answer = scheduler.submit_with_pg_preemption(
+            task_id=task, pool="public", actor_class=worker, resources=resources, priority=priority,
+            labels={"role": role, "tier": role}, estimated_duration=30.0, ray_options={"name": f"public-{task}"},
+        )  # fmt: skip
+        assert answer.get("success", False), answer
+        tasks.append(task)
+    train = Spec(
+        task_id="train-00", pool="public", actor_class=worker, resources=slot, priority=9.0, labels={"role": "train"},
+        estimated_duration=25.0, auto_register=True, ray_options={"name": "public-train"},
+    )  # fmt: skip
+    answer = scheduler.submit_spec(train)
+    assert answer["success"]
+    assert ray.get(answer["agent"]["handle"].run.remote(steps=3), timeout=60) == 3
+    one = scheduler.pg_pool_stats(pool_name="public")
+    every = scheduler.pg_pool_stats()
+    assert one["total_pgs"] == every["pools"]["public"]["total_pgs"] == every["total_pgs"] > 0
+    assert scheduler.stats().get("total_preemptions", 0) >= 1
+    listed = scheduler.scheduler.list_agents(pool="public")
+    assert {agent["status"] for agent in listed["agents"] if agent["name"] == "train-00"} == {"running"}
+    for task in (*tasks, "train-00"):
+        scheduler.complete(task)
+        assert scheduler.scheduler.delete_agent(task, force=True, destroy_pg=True)["success"]
+    scheduler.shutdown()
+    assert groups_of(ray, "public-script") == actors_of(ray, "public-script") == []
 
 
 # ---- submitting and calling -------------------------------------------------------------------------------------
@@ -290,13 +340,13 @@ def test_the_constructors_name_and_labels_are_filled_in(scheduler: SimpleSchedul
     two = scheduler.submit(task_id="two", actor_args=["given"], actor_kwargs={"labels": {"mine": "y"}}, **asked)
     assert ray.get(one["agent"]["handle"].who.remote()) == ("the-one", {"role": "x"})
     assert ray.get(two["agent"]["handle"].who.remote()) == ("given", {"mine": "y"})
-    listed = {agent["name"]: agent for agent in scheduler.list_agents("named", include_handle=True)}
+    listed = {agent["name"]: agent for agent in scheduler.list_agents("named", include_handle=True)["agents"]}
     assert set(listed) == {"the-one", "two"}
     assert listed["the-one"]["labels"] == {"role": "x"}
     assert ray.get(listed["the-one"]["handle"].run.remote(4)) == 4
     assert not scheduler.submit(task_id="three", agent_name="the-one", **asked)["success"]
     assert scheduler.delete_agent("the-one")["task_id"] == "one"
-    assert [agent["name"] for agent in scheduler.list_agents("named")] == ["two"]
+    assert [agent["name"] for agent in scheduler.list_agents("named")["agents"]] == ["two"]
 
 
 def test_memory_is_in_mb_and_ray_is_told_bytes(scheduler: SimpleScheduler, ray: Any) -> None:
@@ -308,7 +358,7 @@ def test_memory_is_in_mb_and_ray_is_told_bytes(scheduler: SimpleScheduler, ray: 
     assert "176 MiB memory" in beyond["reason"]
     bundles = [one["bundles"][0] for one in groups_of(ray, "shared") if ":memory:" in one["name"]]
     assert bundles == [{"CPU": 0.5, "memory": 600.0 * MB}]
-    pool = next(one for one in scheduler.list_pools() if one["name"] == "memory")
+    pool = next(one for one in scheduler.list_pools()["pools"] if one["name"] == "memory")
     assert (pool["resources"]["memory"], pool["used"]["memory"]) == (1024.0, 600.0)
 
 
@@ -329,7 +379,7 @@ def test_what_can_never_fit_is_refused_at_once_and_holds_up_nobody(scheduler: Si
     refused = scheduler.submit(task_id="giant", resources={"cpu": 900}, **asked)
     assert (refused["success"], refused["agent"], refused["code"]) == (False, None, "NEVER_FITS")
     assert refused["error"] == refused["reason"]
-    assert "giant" not in [agent["name"] for agent in scheduler.list_agents()]
+    assert "giant" not in [agent["name"] for agent in scheduler.list_agents()["agents"]]
     reserved = {"high_priority_pg_specs": [{"cpu": 500}]}
     made = scheduler.ensure_pool("unplaced", resources={"cpu": 1000}, pg_pool_config=reserved)
     assert made["success"]
@@ -344,13 +394,13 @@ def test_a_duplicate_id_is_refused_and_touches_nobody(scheduler: SimpleScheduler
     asked = {"pool": "twice", "actor_class": Plain, "resources": CPU}
     scheduler.submit(task_id="low", priority=1.0, **asked)
     scheduler.submit(task_id="same", priority=5.0, **asked)
-    before = {one["name"]: one["pid"] for one in scheduler.list_agents()}
+    before = {one["name"]: one["pid"] for one in scheduler.list_agents()["agents"]}
     for submit in (scheduler.submit, scheduler.submit_with_pg_preemption):
         again = submit(task_id="same", priority=9.0, **asked)
         assert not again["success"]
         assert "exists" in again["reason"]
-    assert {one["name"]: one["pid"] for one in scheduler.list_agents()} == before
-    assert {one["state"] for one in scheduler.list_agents()} == {"running"}
+    assert {one["name"]: one["pid"] for one in scheduler.list_agents()["agents"]} == before
+    assert {one["state"] for one in scheduler.list_agents()["agents"]} == {"running"}
 
 
 # ---- evicting ---------------------------------------------------------------------------------------------------
@@ -401,7 +451,7 @@ def test_evicted_work_comes_back_with_its_state(scheduler: SimpleScheduler, ray:
     assert not exists(first["pid"])
     scheduler.complete("in")
     assert scheduler.session.task("out").call("run", 1, timeout=60) == 8
-    agent = scheduler.list_agents("back", include_handle=True)[0]
+    agent = scheduler.list_agents("back", include_handle=True)["agents"][0]
     assert (agent["state"], agent["evictions"]) == ("running", 1)
     assert ray.get(agent["handle"].run.remote(1)) == 9
 
@@ -417,7 +467,7 @@ def test_state_handlers_of_a_pool_save_what_cannot_save_itself(scheduler: Simple
     agent = scheduler.submit(task_id="t", pool="handled", actor_class=Plain, resources=CPU)["agent"]
     ray.get(agent["handle"].add.remote(5))
     scheduler.session.task("t").evict()
-    until(lambda: state_of(scheduler, "t") == "running" and scheduler.list_agents("handled")[0]["evictions"])
+    until(lambda: state_of(scheduler, "t") == "running" and scheduler.list_agents("handled")["agents"][0]["evictions"])
     assert scheduler.session.task("t").call("add", 1, timeout=60) == 106
 
 
@@ -427,7 +477,9 @@ def test_cancel_is_called_when_somebody_evicts_or_deletes_by_hand(scheduler: Sim
     asked = {"pool": "hand", "actor_class": RLHFWorker, "resources": CPU, "actor_kwargs": {"diary": str(diary)}}
     scheduler.submit(task_id="evicted", **asked)
     scheduler.session.task("evicted").evict()
-    until(lambda: scheduler.list_agents("hand")[0]["evictions"] and state_of(scheduler, "evicted") == "running")
+    until(
+        lambda: scheduler.list_agents("hand")["agents"][0]["evictions"] and state_of(scheduler, "evicted") == "running"
+    )
     assert diary.read_text() == "cancelled evicted"
     diary.unlink()
     assert scheduler.delete_agent("evicted")["state"] == "cancelled"
@@ -516,7 +568,7 @@ def test_the_death_of_a_process_is_noticed(scheduler: SimpleScheduler) -> None:
     asked = {"pool": "mortal", "actor_class": Plain, "resources": CPU}
     agent = scheduler.submit(task_id="mortal", **asked)["agent"]
     os.kill(agent["pid"], signal.SIGKILL)
-    until(lambda: not scheduler.list_agents("mortal"))
+    until(lambda: not scheduler.list_agents("mortal")["agents"])
     assert state_of(scheduler, "mortal") == "failed"
     assert scheduler.submit(task_id="heir", **asked)["success"]
 
@@ -529,7 +581,7 @@ def test_a_controller_that_was_killed_goes_on(scheduler: SimpleScheduler, ray: A
     pid = scheduler.session.status()["pid"]
     os.kill(pid, signal.SIGKILL)
     until(lambda: scheduler.session.status()["pid"] != pid)
-    assert [(one["name"], one["pid"]) for one in scheduler.list_agents("durable")] == [("b", agent["pid"])]
+    assert [(one["name"], one["pid"]) for one in scheduler.list_agents("durable")["agents"]] == [("b", agent["pid"])]
     assert ray.get(agent["handle"].add.remote(1)) == 4
     assert scheduler.submit(task_id="after", **asked)["success"]
     assert not scheduler.submit(task_id="beyond", **asked)["success"]
@@ -585,9 +637,9 @@ def test_bad_tasks_are_refused_with_a_reason(scheduler: SimpleScheduler, wrong: 
     answer = scheduler.submit(**{**GOOD, **wrong})
     assert answer["success"] is False
     assert said in answer["reason"]
-    pool = next(one for one in scheduler.list_pools() if one["name"] == "strict")
+    pool = next(one for one in scheduler.list_pools()["pools"] if one["name"] == "strict")
     assert (pool["used"], pool["queue"]) == ({}, [])
-    assert scheduler.list_agents() == []
+    assert scheduler.list_agents()["agents"] == []
 
 
 def test_a_spec_must_be_one_and_unknown_arguments_are_errors(scheduler: SimpleScheduler) -> None:
@@ -634,7 +686,7 @@ def test_a_pool_is_asked_for_again_only_as_it_is(scheduler: SimpleScheduler) -> 
     assert "another configuration" in other["reason"]
     whole = scheduler.ensure_pool("whole")
     assert whole["success"]
-    assert next(one for one in scheduler.list_pools() if one["name"] == "whole")["resources"]["cpu"] == 8
+    assert next(one for one in scheduler.list_pools()["pools"] if one["name"] == "whole")["resources"]["cpu"] == 8
     with pytest.raises(InputError, match="no pool nowhere"):
         scheduler.pg_pool_stats("nowhere")
 

@@ -20,7 +20,7 @@ from trimtab.core.errors import InfeasibleError, TrimtabError
 from trimtab.formats import yaml_text
 
 if TYPE_CHECKING:
-    from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler
+    from trimtab.compat.schedulemesh.simple import SimpleScheduler
 
 MB = 2**20
 POOL = "rlhf-pg-pool"
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], None] = print) -> int:
     """Runs the demo, cleans up, and returns the exit status: 0 if all checks passed."""
-    from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler
+    from trimtab.compat.schedulemesh.simple import SimpleScheduler
     from trimtab.runtime.rayapi.connect import RayConnection
 
     name = f"rlhf-demo-{uuid.uuid4().hex[:6]}"
@@ -157,7 +157,7 @@ class _Demo:
     # ---- preparation
 
     def prepare(self) -> None:
-        from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness
+        from trimtab.compat.schedulemesh.simple import PreemptionAggressiveness
 
         free = _free(self._scheduler)
         self._cpu_share, self._memory_share = fitting_shares(free)
@@ -215,7 +215,7 @@ class _Demo:
         self._statistics("after_reward", preemptions=0)
 
     def _train_arrives(self) -> None:
-        from trimtab.compat.simple_scheduler.scheduler import SimpleTaskSpec
+        from trimtab.compat.schedulemesh.simple import SimpleTaskSpec
 
         self._printer.line("scene_3")
         task = self._task("train-00", TRAIN, actor="train-worker-00")
@@ -237,7 +237,7 @@ class _Demo:
         self._statistics("after_train", preemptions=1)
 
     def _rollouts_grow(self) -> None:
-        from trimtab.compat.simple_scheduler.scheduler import SimpleTaskSpec
+        from trimtab.compat.schedulemesh.simple import SimpleTaskSpec
 
         self._printer.line("scene_4")
         answer = self._scheduler.submit_spec(SimpleTaskSpec(**self._task("rollout-extra-00", EXTRA)))
@@ -263,7 +263,7 @@ class _Demo:
             stats["total_reuse_count"] > 0 and stats["total_destroyed_count"] > 0, "reused_and_destroyed"
         )
         self._scheduler.session.pool(POOL).drop()
-        _until(lambda: not any(pool["name"] == POOL for pool in self._scheduler.list_pools()), RETURN_S)
+        _until(lambda: not any(pool["name"] == POOL for pool in self._scheduler.list_pools()["pools"]), RETURN_S)
 
     # ---- two pools
 
@@ -355,7 +355,8 @@ class _Demo:
         return round(used - self._sized(**QUOTA)["cpu"], 4)
 
     def _agents(self) -> list[dict[str, Any]]:
-        return self._scheduler.list_agents()
+        agents: list[dict[str, Any]] = self._scheduler.list_agents()["agents"]
+        return agents
 
     def _warm_hosts(self) -> int:
         return sum(counts.get("ready", 0) for counts in self._scheduler.session.status()["warm_hosts"].values())

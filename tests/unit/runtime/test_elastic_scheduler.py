@@ -1093,3 +1093,10 @@ def test_a_look_at_the_load_that_fails_in_an_unknown_way_is_said_and_begun_again
         await scheduler.stop()
 
     run(story)
+
+
+def test_the_import_line_of_verls_documents_differs_in_the_packages_name_alone() -> None:
+    from trimtab.compat.verl.workers.rollout import elastic_scheduler as of_verl
+
+    assert of_verl.ElasticScheduler is ElasticScheduler
+    assert of_verl.ElasticConfig is ElasticConfig

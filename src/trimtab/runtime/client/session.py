@@ -60,7 +60,7 @@ def connect(
     timeout: float = 120.0,
     lease_s: float = LEASE_S,
     answer_s: float = ANSWER_S,
-    **settings: float,
+    **settings: Any,
 ) -> Session:
     """Connect to the controller `name` of a Ray cluster, and create it if there is none.
 
@@ -72,7 +72,7 @@ def connect(
     what was submitted with `ends_with_me` ends after so long without a sign of this process, unless its node sees that
     it is alive; at once if its node sees that it is dead. `answer_s` is how long the controller may take to answer.
     Further settings, of a new controller, are fields of `ControllerSettings`: reconcile_s, poll_nodes_s,
-    worker_start_s.
+    worker_start_s, metric_alias.
     """
     check_known(settings, ControllerSettings.__dataclass_fields__, what="{} is no setting of a controller")
     if not answer_s > 0:

@@ -37,7 +37,7 @@ class Controller:
     """The controller actor. Clients read the result of an RPC with `rpc.value_of`."""
 
     def __init__(
-        self, name: str, journal_dir: str | None, state_dir: str | None, settings: Mapping[str, float] | None = None
+        self, name: str, journal_dir: str | None, state_dir: str | None, settings: Mapping[str, Any] | None = None
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._name = name

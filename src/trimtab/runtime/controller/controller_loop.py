@@ -136,7 +136,7 @@ class ControllerLoop:
         return machine, found.empty
 
     async def _attach(self, is_fresh: bool) -> None:
-        self.pool_metrics = PoolMetrics(self._name, self.machine)
+        self.pool_metrics = PoolMetrics(self._name, self.machine, alias=self._settings.metric_alias)
         self.node_metrics = NodeMetrics(self._name)
         self.workers = TaskWorkerManager(
             self._name,

@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from trimtab.core.reasons import ReasonCode, StoryEntry
@@ -115,17 +115,40 @@ class MetricRecorders:
         log.error(self.fault, exc_info=fault)
 
 
+def aliased(make: Callable[[MetricSpec], MetricRecorder], prefix: str) -> Callable[[MetricSpec], MetricRecorder]:
+    """Recorders of counters and histograms that record under a second prefix too."""
+
+    def both(metric: MetricSpec) -> MetricRecorder:
+        record = make(metric)
+        if metric.kind == "gauge":
+            return record
+        also = make(replace(metric, name=f"{prefix}_{metric.name.removeprefix('trimtab_')}"))
+
+        def recorder(figure: float, labels: dict[str, str]) -> None:
+            record(figure, labels)
+            also(figure, labels)
+
+        return recorder
+
+    return both
+
+
 class PoolMetrics(MetricRecorders):
     """Reports the pool machine."""
 
     def __init__(
-        self, controller: str, machine: PoolMachine, make: Callable[[MetricSpec], MetricRecorder] | None = None
+        self,
+        controller: str,
+        machine: PoolMachine,
+        make: Callable[[MetricSpec], MetricRecorder] | None = None,
+        alias: str = "",
     ) -> None:
         self._machine = machine
         self._counted = machine.eviction_count  # evictions before this process are not counted again
         self._seen_labels: dict[str, set[tuple[str, ...]]] = {}  # by gauge; labels that vanish are set to 0
         self._next_sample = 0.0
-        super().__init__("metrics", METRICS, controller, make or in_ray)
+        make = make or in_ray
+        super().__init__("metrics", METRICS, controller, aliased(make, alias) if alias else make)
 
     def observe(self, event: PoolEvent) -> None:
         """Record a handled event. Never raises."""

@@ -164,6 +164,7 @@ class ControllerSettings:
     reconcile_s: float = 30.0  # between two searches for lost instructions
     poll_nodes_s: float = 0.3  # between two polls of Ray's nodes
     worker_start_s: float = 300.0  # for a warm worker to start: preloading modules can take minutes on slow disks
+    metric_alias: str = ""  # counters and histograms of tasks are exported under this prefix too
 
     RANGES: ClassVar[Ranges] = dict.fromkeys(("reconcile_s", "poll_nodes_s", "worker_start_s"), (0.001, LONGEST_S))
 

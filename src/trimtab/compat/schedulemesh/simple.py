@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trimtab.compat.simple_scheduler.conversion import (
+from trimtab.compat.schedulemesh.config.policy import PreemptionAggressiveness, PreemptionSettings
+from trimtab.compat.schedulemesh.conversion import (
     AGENT_LABEL,
     Amounts,
     Answer,
-    PreemptionAggressiveness,
-    PreemptionSettings,
     SimpleTaskSpec,
     arguments_of,
     eviction_of,
@@ -32,6 +31,7 @@ from trimtab.compat.simple_scheduler.conversion import (
     refused,
     slot_stats,
     slots_of,
+    total_of,
     whole_of,
     word_of,
 )
@@ -50,6 +50,7 @@ ROOM_S = 120.0  # beyond cancelling, saving and starting, until a submission is 
 SLOTS_S = 10.0  # for reserved slots to be ready before `ensure_pool` returns
 SNAPSHOT_S = 5.0  # for the controller to report the process of a task
 POLL_S = 0.01
+METRIC_ALIAS = "schedulemesh"
 
 
 class SimpleScheduler:
@@ -68,8 +69,11 @@ class SimpleScheduler:
         cpus: int | None = None,
         metrics_port: int | None = None,
         start_timeout: float = 600.0,
+        metric_aliases: bool = False,
     ) -> None:
-        self.session = connect(address, name, journal_dir, state_dir, cpus=cpus, metrics_port=metrics_port)
+        """`metric_aliases` exports the metrics that ScheduleMesh has under its names too (`ray_schedulemesh_...`)."""
+        alias: dict[str, Any] = {"metric_alias": METRIC_ALIAS} if metric_aliases else {}
+        self.session = connect(address, name, journal_dir, state_dir, cpus=cpus, metrics_port=metrics_port, **alias)
         self.name = name
         self.how = self.session.how
         self._start_timeout_s = start_timeout
@@ -81,6 +85,11 @@ class SimpleScheduler:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    @property
+    def scheduler(self) -> SimpleScheduler:
+        """The object itself: it has the calls of the scheduler beneath it too."""
+        return self
 
     # ---- settings ------------------------------------------------------------------------------------------------
 
@@ -227,13 +236,14 @@ class SimpleScheduler:
 
     # ---- listing -------------------------------------------------------------------------------------------------
 
-    def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> list[Answer]:
-        """Tasks that have not ended, of all pools or of one: where they run, and why."""
+    def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> Answer:
+        """`agents`: the tasks that have not ended, of all pools or of one: where they run, and why."""
         seen = self._open().tasks(pool)
-        return [self._agent(task, include_handle) for task in seen if task.state not in ENDED]
+        agents = [self._agent(task, include_handle) for task in seen if task.state not in ENDED]
+        return {"success": True, "agents": agents}
 
-    def list_pools(self) -> list[Answer]:
-        """All pools, with quota and usage."""
+    def list_pools(self) -> Answer:
+        """`pools`: all pools, with quota and usage."""
         session = self._open()
         pools = []
         for name, view in session.status()["pools"].items():
@@ -254,7 +264,7 @@ class SimpleScheduler:
                     "pg_pool": slot_stats(view),
                 }
             )
-        return pools
+        return {"success": True, "pools": pools}
 
     def stats(self) -> Answer:
         """Preemption counts, the last ten preemptions, and the number of running tasks."""
@@ -269,11 +279,17 @@ class SimpleScheduler:
             "recent_preemptions": [eviction_of(eviction) for eviction in totals.get("latest", ())],
         }
 
-    def pg_pool_stats(self, pool: str) -> Answer:
-        """The slots of a pool, which are placement groups: counts by kind and state, reused, destroyed."""
+    def pg_pool_stats(self, pool_name: str | None = None) -> Answer:
+        """The slots of a pool, which are placement groups: counts by kind and state, reused, destroyed.
+
+        Without a pool: the sums over all, and each under `pools`.
+        """
         session = self._open()
-        session.pool(pool)  # raises an error that names the existing pools
-        return {"pool": pool, **slot_stats(session.status()["pools"][pool])}
+        if pool_name is not None:
+            session.pool(pool_name)  # raises an error that names the existing pools
+            return {"success": True, "pool": pool_name, **slot_stats(session.status()["pools"][pool_name])}
+        pools = {name: slot_stats(view) for name, view in session.status()["pools"].items()}
+        return {"success": True, **total_of(pools.values()), "pools": pools}
 
     def shutdown(self) -> None:
         """End everything of this scheduler: tasks, processes, placement groups, the controller. Idempotent."""
@@ -390,6 +406,7 @@ class SimpleScheduler:
             "priority": seen.priority,
             "labels": {key: value for key, value in seen.labels if key != AGENT_LABEL},
             "state": seen.state.value,
+            "status": seen.state.value,
             "reason": str(seen.reason),
             "how": seen.how,
             "kind": member.kind if member else None,

@@ -1,0 +1,1 @@
+"""The import paths of ScheduleMesh: `simple` and `config.policy`; only the package's name differs."""

@@ -1,1 +1,0 @@
-"""SimpleScheduler: pools, priorities and preemption, with dictionaries as answers."""

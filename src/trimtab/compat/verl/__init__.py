@@ -1,0 +1,1 @@
+"""The import path of verl's elastic scheduler: `workers.rollout.elastic_scheduler`."""

@@ -1,0 +1,1 @@
+"""Part of an import path of verl."""
