@@ -16,7 +16,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from bench.truth import Judge, fit, half_width, median_p90, rows  # noqa: E402
+from bench.truth import Judge, fit, half_width, median_p90, one_measured, rows  # noqa: E402
 
 from trimtab.plan.estimate.constants import Constants  # noqa: E402
 from trimtab.plan.estimate.step import step_time  # noqa: E402
@@ -41,6 +41,7 @@ def intervals(found: Constants) -> Constants:
         found,
         step_error=half_width(steps),
         stage_error=half_width(steps) * 2**0.5,
+        measured_error=half_width(one_measured(judge, same_gpu=True)),
         memory_error=beyond("training"),
         engine_memory_error=beyond("generation"),
     )

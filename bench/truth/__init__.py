@@ -24,6 +24,8 @@ from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 from trimtab.plan.estimate.training import pass_time
 
 PLAIN_MFU = 0.4
+KNOWN = 0.5
+"""Share of a known row's error that is taken over, on the same kind of GPU."""
 CLOSE = 0.05
 """Pairs that differ by less are no pairs."""
 
@@ -138,13 +140,16 @@ def step_scores(judge: Judge) -> list[Score]:
     return lines
 
 
-def one_measured(judge: Judge) -> Errors:
-    """Errors when one other row of the same release, model and algorithm is known: half of its error is taken over."""
+def one_measured(judge: Judge, *, same_gpu: bool = False) -> Errors:
+    """Errors when one other row of the same release, model and algorithm is known, and a share of its error taken over.
+
+    The share is smaller where that row was measured on another kind of GPU.
+    """
     judged = rows.step_rows()[0]
     errors = judge.step_errors(judged)
-    keys = ("framework", "model", "algorithm")
+    keys = ("framework", "model", "algorithm", *(("gpu",) if same_gpu else ()))
     found = [
-        errors[i] - errors[j] / 2
+        errors[i] - errors[j] * (KNOWN if judged[i].row["gpu"] == judged[j].row["gpu"] else KNOWN / 2)
         for i, j in itertools.permutations(range(len(judged)), 2)
         if all(judged[i].row[key] == judged[j].row[key] for key in keys)
     ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.options import FormatOption
+from trimtab.cli.options import FormatOption, read_profile
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.render.output import Format, answer
+
+if TYPE_CHECKING:
+    from trimtab.model.workflow import Profile
 
 
 def estimate(
@@ -54,6 +57,9 @@ def estimate(
     judge_seconds: Annotated[
         float | None, typer.Option("--judge-seconds", help="That a judge on GPUs of its own adds to a rollout.")
     ] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--measured", help="A profile, or a run's folder: its seconds scale the model.")
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", help="Steps of the run.")] = 100,
     price: Annotated[float | None, typer.Option("--price", help="Price of a GPU-hour.")] = None,
     form: FormatOption = Format.text,
@@ -65,6 +71,8 @@ def estimate(
         trimtab estimate --model qwen3-32b --gpu h100 --gpus 32 --mean-tokens 3206 --max-tokens 4096
 
         trimtab estimate grpo_config.yaml --gpu h100 --mean-tokens 1060 --steps 300 --price 2.5
+
+        trimtab estimate grpo_config.yaml --gpu h100 --measured profile.yaml
     """
     given = {key: value for key, value in locals().items() if value is not None}
     from trimtab.formats import run_settings
@@ -78,11 +86,31 @@ def estimate(
     for key, words in (("rollout", run_settings.ROLLOUT_WORDS), ("train", run_settings.TRAIN_WORDS)):
         own = run_settings.parallel(given.pop(key), f"--{key}", words)
         inputs[key] = {**inputs.get(key, {}), **own}
-    settings = run_settings.build({**inputs, **{k: v for k, v in given.items() if k not in ("file", "overrides")}})
-    found = compute(settings.run, CONSTANTS, settings.offload)
+    settings = run_settings.build(
+        {**inputs, **{k: v for k, v in given.items() if k not in ("file", "overrides", "measured")}}
+    )
+    found = compute(settings.run, CONSTANTS, settings.offload, _profile(measured))
+    if measured is not None and not found.measured:
+        raise InputError("no component in it is a stage of this run, or has times without waits", where=str(measured))
     data = shown.as_data(settings, found, steps, price, shown.near_rows(settings))
     answer(data, form, lambda: shown.show(data))
     _refuse_what_does_not_fit(found)
+
+
+def _profile(path: Path | None) -> Profile | None:
+    """Measured costs of a profile, or of the run in a folder."""
+    if path is None or not path.is_dir():
+        return read_profile(path)
+    from trimtab.model.workflow import ANY_KIND, ComponentProfile, Profile
+    from trimtab.runtime.run.past_costs import load_from_run
+
+    workflow = load_from_run(path, None, [])[0].job.workflow
+    points = {part.name: part.variants[0].seconds for part in workflow.components if part.variants}
+    components = (
+        ComponentProfile(name, next(iter(kinds.values()), ()), kind=next(iter(kinds), ANY_KIND))
+        for name, kinds in points.items()
+    )
+    return Profile(str(path), tuple(components))
 
 
 def _of_file(file: Path | None, overrides: list[str]) -> dict[str, Any]:

@@ -150,3 +150,76 @@ def test_other_configs_and_job_files_give_what_they_have(capsys: pytest.CaptureF
     job = ROOT / "src/trimtab/examples/grpo.yaml"
     status, out, _ = call(capsys, job, "--model", "qwen2.5-7b", "--gpu", "h100", "--format", "json")
     assert (status, json.loads(out)["gpus"]) == (0, 32)
+
+
+PROFILE = """
+profile:
+  source: nemo_rl
+  components:
+    generation: {seconds: {32: 170.0}, spread: 0.03}
+    logprobs: {seconds: {32: 70.0}}
+    policy: {seconds: {16: 200.0}}
+"""
+
+
+def test_measured_seconds_replace_the_guess_and_narrow_the_interval(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    _, guessed, _ = call(capsys, *QWEN, "--format", "json")
+    status, out, _ = call(capsys, *QWEN, "--measured", tmp_path / "profile.yaml", "--format", "json")
+    before, data = json.loads(guessed), json.loads(out)
+    assert status == 0
+    assert data["stages"]["generate"]["likely"] == pytest.approx(170, rel=1e-3)
+    assert data["stages"]["old log-probs"]["likely"] == pytest.approx(35, rel=1e-3)
+    assert [name for name, stage in data["stages"].items() if not stage["measured"]] == ["refit", "rest", "switch"]
+
+    def width(answer: dict[str, dict[str, float]], key: str) -> float:
+        return answer[key]["high"] / answer[key]["low"]
+
+    assert width(data, "step_seconds") < 0.7 * width(before, "step_seconds")
+    here, elsewhere = (width(data["stages"], name) for name in ("generate", "update"))
+    assert here < elsewhere < width(before["stages"], "update")  # the update was measured on other GPUs
+    _, text, _ = call(capsys, *QWEN, "--measured", tmp_path / "profile.yaml")
+    assert "generation took 170 s on 32 GPUs" in text
+
+
+def test_what_a_run_measured_scales_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        """
+cluster: {nodes: 1, gpus_per_node: 4}
+workflow:
+  components:
+    rollout: {seconds: {4: 0.02}, emulate: true}
+    trainer: {seconds: {4: 0.01}, after: [rollout], emulate: true}
+run: {iterations: 2}
+"""
+    )
+    assert run(["run", str(job), "--local", "--folder", str(tmp_path / "run"), "--quiet"]) == 0
+    capsys.readouterr()
+    status, out, _ = call(
+        capsys, "--model", "qwen2.5-0.5b", "--gpu", "h100", "--gpus", 4, "--rollout", "tp=1", "--train", "tp=1",
+        "--measured", tmp_path / "run", "--format", "json",
+    )  # fmt: skip
+    data = json.loads(out)
+    assert status == 0
+    assert {name for name, stage in data["stages"].items() if stage["measured"]} == {"generate", "update"}
+    assert data["stages"]["generate"]["likely"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("profile: {source: x, components: {env: {seconds: {8: 1.0}}}}", "no component in it is a stage"),
+        ("profile: {source: x, components: {rollout: {seconds: {8: 1.0}, waits: true}}}", "no component in it"),
+        ("seconds: 3", "holds no profile"),
+    ],
+)
+def test_a_profile_that_says_nothing_of_the_run_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "profile.yaml").write_text(text)
+    status, _, err = call(capsys, *QWEN, "--measured", tmp_path / "profile.yaml")
+    assert status == 2
+    assert words in err

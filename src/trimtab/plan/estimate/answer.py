@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trimtab.model.workflow import Profile
 from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.measured import Correction, corrected, corrections, half_widths
 from trimtab.plan.estimate.phases import Phase, phases
 from trimtab.plan.estimate.step import RunInputs, StepTime, step_time
 
@@ -40,6 +42,7 @@ class Estimate:
     mfu: float
     mean_staleness: float
     greatest_staleness: float
+    measured: tuple[Correction, ...] = ()
 
     def hours(self, steps: int) -> Interval:
         return self.seconds.times(steps / 3600)
@@ -52,22 +55,28 @@ class Estimate:
         return all(phase.gb <= phase.gpu_gb for phase in self.phases) and self.step.slots >= 1
 
 
-def estimate(run: RunInputs, c: Constants, offload: str = "all") -> Estimate:
-    step = step_time(run, c)
+def estimate(run: RunInputs, c: Constants, offload: str = "all", measured: Profile | None = None) -> Estimate:
+    """The whole answer; measured components scale their stages and narrow the interval."""
+    found_corrections = corrections(run, measured, c) if measured else ()
+    step = corrected(step_time(run, c), found_corrections)
+    step_width, widths = half_widths(step, found_corrections, c)
     tokens = run.samples * run.lengths.mean
     mean, greatest = staleness(run, step)
     found, host = phases(run, c, offload)
     return Estimate(
         run=run,
         step=step,
-        seconds=Interval.of(step.seconds, c.step_error),
-        stages=tuple((stage.name, Interval.of(stage.seconds, c.stage_error), stage.limit) for stage in step.stages),
+        seconds=Interval.of(step.seconds, step_width),
+        stages=tuple(
+            (stage.name, Interval.of(stage.seconds, widths[stage.name]), stage.limit) for stage in step.stages
+        ),
         phases=found,
         host_gb=host,
         tokens_per_gpu=tokens / step.seconds / run.gpus,
         mfu=step.flops / (run.gpus * run.gpu.flops(run.trainer.precision) * step.seconds),
         mean_staleness=mean,
         greatest_staleness=greatest,
+        measured=found_corrections,
     )
 
 

@@ -57,6 +57,7 @@ class Constants:
     # Half-widths of the intervals, as logarithms, on models that were left out.
     step_error: float = 0.428
     stage_error: float = 0.6052
+    measured_error: float = 0.27
     engine_memory_error: float = 0.4087
     memory_error: float = 0.4965
 

@@ -6,7 +6,7 @@ side counts, then the weights are sent. Every stage says what limits it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.model.architecture import Architecture
@@ -21,6 +21,9 @@ ENGINE_RESERVE_GB = 4.0
 
 SHARED_FRACTION, SEPARATE_FRACTION = 0.6, 0.85
 """Of a GPU's memory for the engine, beside a trainer and alone."""
+
+ALONE = ("refit", "switch")
+"""Stages in which neither side works."""
 
 PASSES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("old", "reference"),
@@ -98,20 +101,29 @@ def step_time(run: RunInputs, c: Constants) -> StepTime:
     refit = Stage("refit", refit_seconds(run.model, run.engine, run.transport, c, shared=not run.rollout_gpus), "link")
     tokens = run.samples * run.lengths.mean
     rest = Stage("rest", c.fixed_s + run.samples * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
-    training = sum(stage.seconds for stage in passes)
     beside = bool(run.rollout_gpus) and run.mode != "sync"
     stages = [replace(generate, beside=beside), *passes, refit, rest]
-    seconds = max(generate.seconds, training + rest.seconds) if beside else generate.seconds + training + rest.seconds
-    seconds += refit.seconds
     if not run.rollout_gpus:
         held = weight_bytes(run.model, "bf16") * 7 / run.gpus  # bf16 weights, fp32 copy and two moments, there and back
         switch = Stage("switch", 2 * held / (run.gpu.host_gbs * 1e9 * c.host_share), "host link")
         stages.append(switch)
-        seconds += switch.seconds
     length = run.lengths.squares
     flops = 3 * run.epochs * tokens * run.model.forward_flops(length)
     scaled = tuple(replace(stage, seconds=stage.seconds * factor) for stage in stages)
-    return StepTime(seconds * factor, scaled, flops, slots, concurrent)
+    return StepTime(combined(scaled), scaled, flops, slots, concurrent)
+
+
+def combined(stages: Iterable[Stage]) -> float:
+    """Seconds of a step of these stages: what runs beside training counts where it lasts longer."""
+    aside = training = after = 0.0
+    for stage in stages:
+        if stage.beside:
+            aside += stage.seconds
+        elif stage.name in ALONE:
+            after += stage.seconds
+        else:
+            training += stage.seconds
+    return max(aside, training) + after
 
 
 def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:

@@ -68,6 +68,7 @@ def as_data(
 ) -> dict[str, Any]:
     run = settings.run
     gpu_hours = found.gpu_hours(steps)
+    known = {name for correction in found.measured for name in correction.stages}
     data: dict[str, Any] = {
         "model": settings.model,
         "parameters": run.model.parameters,
@@ -77,7 +78,10 @@ def as_data(
         "rollout_gpus": run.rollout_gpus,
         "mode": run.mode,
         "step_seconds": _range(found.seconds),
-        "stages": {name: {**_range(seconds), "limit": limit} for name, seconds, limit in found.stages},
+        "stages": {
+            name: {**_range(seconds), "limit": limit, "measured": name in known}
+            for name, seconds, limit in found.stages
+        },
         "memory_gb": {
             phase.name: {
                 "likely": round(phase.gb, 2),
@@ -96,6 +100,7 @@ def as_data(
         "steps": steps,
         "hours": _range(found.hours(steps)),
         "gpu_hours": _range(gpu_hours),
+        "measured": [correction.text for correction in found.measured],
         "assumed": list(settings.assumed),
         "warnings": warnings(settings),
         "near": [dict(row) for row in near],
@@ -120,7 +125,10 @@ def show(data: Mapping[str, Any]) -> None:
         markup=False,
     )
     rows = [("step", *_cells(data["step_seconds"]), "")]
-    rows += [(f"  {name}", *_cells(stage), stage["limit"]) for name, stage in data["stages"].items()]
+    rows += [
+        (f"  {name}", *_cells(stage), "measured" if stage["measured"] else stage["limit"])
+        for name, stage in data["stages"].items()
+    ]
     heads = ("seconds", ">low", ">likely", ">high", "limited by")
     out.print(text_table(heads, rows, no_wrap=True))
     sizes = []
@@ -142,6 +150,7 @@ def show(data: Mapping[str, Any]) -> None:
     hours, gpu_hours = data["hours"], data["gpu_hours"]
     cost = "" if "cost" not in data else ", cost " + _text(data["cost"])
     out.print(f"{data['steps']:,} steps: {_text(hours)} hours, {_text(gpu_hours)} GPU-hours{cost}", markup=False)
+    print_list("Measured", data["measured"])
     print_list("Assumed", data["assumed"])
     print_list("Take care", data["warnings"])
     near = (
