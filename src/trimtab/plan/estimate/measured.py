@@ -1,8 +1,8 @@
 """Measured seconds of stages scale the model: what a profile or a run says of a stage replaces the guess for it.
 
-A stage is estimated where it was measured, on as many GPUs, and the ratio of the two holds for the run. On the GPU count
-that was measured only the spread of the measurement remains; on another one the error that rows of one release and model
-leave to each other.
+A stage is estimated where it was measured, on as many GPUs, and the ratio of the two holds for the run. On the GPU
+count that was measured only the spread of the measurement remains; on another one the error that rows of one release
+and model leave to each other.
 """
 
 from __future__ import annotations
