@@ -1,7 +1,8 @@
-"""Runs the commands of pages and compares what they print with the pages: `python tools/page_outputs.py [--write] PAGE...`
+"""Runs the commands of pages and compares what they print with the pages: `page_outputs.py [--write] PAGE...`
 
-A ```text block after a ```bash block holds what its last command prints. `...` stands for lines that are left out. Numbers may
-differ from the page, words may not; `--write` puts the lines of now into the page. Commands run in a copy of `examples`.
+A ```text block after a ```bash block holds what its last command prints. `...` stands for lines that are left out.
+Numbers may differ from the page, words may not; `--write` puts the lines of now into the page. Commands run in a copy
+of `examples`.
 """
 
 from __future__ import annotations
