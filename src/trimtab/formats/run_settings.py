@@ -17,7 +17,7 @@ from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTIO
 from trimtab.plan.estimate.training import Trainer
 
 MODES = ("sync", "async", "colocate", "separate")
-FRAMEWORKS = ("verl", "nemo-rl", "openrlhf", "slime", "areal", "skyrl", "prime-rl", "rlinf", "trl")
+FRAMEWORKS = ("verl", "nemo-rl", "openrlhf", "slime", "areal", "skyrl", "prime-rl", "rlinf", "trl", "roll")
 TRANSPORTS = {"nemo-rl": "packed", "slime": "packed", "areal": "packed", "prime-rl": "packed"}
 ROLLOUT_WORDS = ("tp", "dp", "precision", "kv", "memory", "sequences", "backend")
 TRAIN_WORDS = ("tp", "pp", "cp", "ep", "dp", "lora", "backend", "recompute", "precision", "tokens", "epochs", "offload")

@@ -245,6 +245,16 @@ def even_cluster(nodes: int, gpus_per_node: int) -> Cluster:
     return Cluster(tuple(Node(name=f"node{index}", gpus=gpus_per_node) for index in range(nodes)))
 
 
+def without(cluster: Cluster, gpus: int) -> Cluster:
+    """The cluster without `gpus` GPUs, taken from its last nodes."""
+    left = []
+    for node in reversed(cluster.nodes):
+        taken = min(gpus, node.gpus)
+        gpus -= taken
+        left.append(replace(node, gpus=node.gpus - taken))
+    return Cluster(tuple(node for node in reversed(left) if node.gpus))
+
+
 def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
     """Raise InputError for more GPUs than the limit, before anything iterates over them."""
     if gpus > MAX_COUNT:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.model.workflow import Cluster, Profile, Variant
+from trimtab.model.workflow import Profile, Variant
 
 _PER_NODE = 8  # OpenRLHF's default
 
@@ -117,7 +116,7 @@ class OpenRlhf(FrameworkConfig):
             )
         if taken + outside > nodes * per_node:
             raise InputError(f"the run has {taken + outside} GPUs, the cluster {nodes * per_node}", where=self.path)
-        self.cluster = _without(common.even_cluster(nodes, per_node), outside)
+        self.cluster = common.without(common.even_cluster(nodes, per_node), outside)
         self.batches = reader.count("rollout.batch_size", 1024)
         self.staleness = reader.count("train.async_queue_size", 1) if self.is_async else 0
 
@@ -215,13 +214,3 @@ class OpenRlhf(FrameworkConfig):
         on = {name: value for name, value in values.items() if value is not False}
         flags = (f"--{name}" if value is True else f"--{name}={value}" for name, value in on.items())
         return PlanSettings(values, block_text(nested(values)), advice, tuple(flags))
-
-
-def _without(cluster: Cluster, gpus: int) -> Cluster:
-    """The cluster without `gpus` GPUs, taken from its last nodes."""
-    left = []
-    for node in reversed(cluster.nodes):
-        taken = min(gpus, node.gpus)
-        gpus -= taken
-        left.append(replace(node, gpus=node.gpus - taken))
-    return Cluster(tuple(node for node in reversed(left) if node.gpus))

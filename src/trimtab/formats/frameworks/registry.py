@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trimtab.formats.frameworks.areal import Areal
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ConfigReader
 from trimtab.formats.frameworks.nemo_rl import NemoRl
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.frameworks.rlinf import Rlinf
+from trimtab.formats.frameworks.roll import Roll
+from trimtab.formats.frameworks.trl import Trl
 from trimtab.formats.frameworks.verl import Verl
 
 # In the order in which a config is compared with them.
-FRAMEWORKS: Mapping[str, type[FrameworkConfig]] = {kind.NAME: kind for kind in (Rlinf, Verl, NemoRl, OpenRlhf)}
+FRAMEWORKS: Mapping[str, type[FrameworkConfig]] = {
+    kind.NAME: kind for kind in (Rlinf, Verl, NemoRl, OpenRlhf, Areal, Roll, Trl)
+}
 
 
 def framework_of(reader: ConfigReader) -> type[FrameworkConfig] | None:

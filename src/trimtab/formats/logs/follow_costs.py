@@ -85,7 +85,7 @@ class TimerReading:
         return {name: sample.seconds for name, (sample,) in samples.items()}
 
     def costs(self, step: LoggedStep) -> dict[str, float]:
-        waits = {*self.waits, *self.framework.waiting(frozenset(step.values))}
+        waits = {*self.waits, *logs.waits_by_name(self.framework, step.values, self.facts)}
         return {name: taken for name, taken in self.seconds(step).items() if name not in waits and taken > 0}
 
     def total(self, step: LoggedStep) -> float | None:

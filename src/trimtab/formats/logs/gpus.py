@@ -29,7 +29,8 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 class RunFacts:
     """Facts about a run that its log does not contain.
 
-    `asynchronous` names the mode if it is asynchronous; `shared`: all components take turns on the same GPUs.
+    `asynchronous` names the mode if it is asynchronous, `synchronous`: it is known not to be; `shared`: all components
+    take turns on the same GPUs.
     """
 
     default_gpus: int | None = None
@@ -37,6 +38,7 @@ class RunFacts:
     answers_per_step: int | None = None
     asynchronous: str | None = None
     shared: bool = False
+    synchronous: bool = False
 
     def gpus(self, component: str) -> int | None:
         """The GPUs of a component; `None` if unknown."""
@@ -59,6 +61,7 @@ class RunFacts:
             answers_per_step=self.answers_per_step or other.answers_per_step,
             asynchronous=self.asynchronous or other.asynchronous,
             shared=self.shared or other.shared,
+            synchronous=self.synchronous or other.synchronous,
         )
 
 

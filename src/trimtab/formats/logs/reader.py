@@ -62,20 +62,37 @@ class JoinedSteps:
         if not any(name.startswith(framework.prefix) for name in record.values):
             # E.g. validation scores: values of the same step belong to it.
             if newest is not None and again:
-                newest.values.update(record.values)
+                self._add(newest, record)
             return False
+        self._give_back_total(record)
         if newest is not None and again and not disagree(framework, record, newest):
             # A redrawn progress bar, or a step in two lines.
-            newest.values.update(record.values)
+            self._add(newest, record)
             return False
         if record.values in self._known.get(record.step, ()):
             self.repeated += 1
             return False
         if newest is None or again or record.step < newest.step:
             self.pieces.append([])
+        self._known.setdefault(record.step, []).append(dict(record.values))
         self.pieces[-1].append(record)
-        self._known.setdefault(record.step, []).append(record.values)
+        if framework.complete is not None:
+            framework.complete(record.values)
         return True
+
+    def _add(self, step: StepRecord, more: StepRecord) -> None:
+        step.values.update(more.values)
+        if self.framework.complete is not None:
+            self.framework.complete(step.values)
+
+    def _give_back_total(self, record: StepRecord) -> None:
+        """Move a total that is logged with the next step to the step that took it."""
+        prefix = self.framework.prefix
+        if not self.framework.late_total or prefix + self.framework.late_total not in record.values:
+            return
+        total, newest = record.values.pop(prefix + self.framework.total, 0.0), self.newest
+        if newest is not None and newest.step == record.step - 1 and total > 0:
+            newest.values[prefix + self.framework.total] = total
 
     def steps(self, warmup: int) -> list[StepRecord]:
         return [record for piece in self.pieces for record in piece[warmup:]]
@@ -257,7 +274,7 @@ def waits_of(
 
     Derived samples are written to `samples`.
     """
-    waits = framework.waiting(frozenset(name for record in steps for name in record.values))
+    waits = waits_by_name(framework, (name for record in steps for name in record.values), facts)
     if facts.asynchronous:
         first = next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
         waits.setdefault(first, f"in {facts.asynchronous} mode it runs beside the training")
@@ -270,6 +287,11 @@ def waits_of(
         if name not in _NOT_WAITING:
             waits.setdefault(name, overlap)
     return waits, False
+
+
+def waits_by_name(framework: LogFramework, names: Iterable[str], facts: RunFacts) -> dict[str, str]:
+    """The components whose times are waits in a run that logs these names; none if it is known to be synchronous."""
+    return {} if facts.synchronous else framework.waiting(frozenset(names))
 
 
 def samples_of(framework: LogFramework, steps: Iterable[StepRecord], facts: RunFacts) -> dict[str, list[CostSample]]:

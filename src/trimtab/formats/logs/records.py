@@ -106,6 +106,8 @@ class LogFramework:
     - `last` is the component whose timer may start before its input is there.
     - `other_timers` are timers of no component that are part of a step.
     - `line_start` finds the start of a console line that a narrow window may have wrapped.
+    - `late_total` is a timer of runs that log with each step the total of the step before.
+    - `complete` adds to a step's values what follows from them.
     - `supported_logs` lists the supported kinds of logs, for messages.
     """
 
@@ -129,6 +131,8 @@ class LogFramework:
     last: str = ""
     other_timers: tuple[str, ...] = ()
     line_start: re.Pattern[str] | None = None
+    late_total: str = ""
+    complete: Callable[[dict[str, float]], None] | None = None
 
     @cached_property
     def _kept(self) -> tuple[str, ...]:
