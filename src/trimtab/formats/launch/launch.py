@@ -46,6 +46,8 @@ class Launch:
 
     `program` is without wrappers (`ray job submit --`, `uv run`, `torchrun` and the like): `("python3", "-m",
     "verl.trainer.main_ppo")`, `("python3", "train.py")` or `("prime-rl",)`. `script` is the file that starts it.
+    `wrapper` are the words before it (`accelerate launch --num_processes 7`); `beside` are the other programs that the
+    same file starts, such as a server.
     """
 
     program: tuple[str, ...]
@@ -54,6 +56,8 @@ class Launch:
     folder: Path = Path()
     script: Path = Path()
     line: int = 0
+    wrapper: tuple[str, ...] = ()
+    beside: tuple[Launch, ...] = ()
 
     @property
     def module(self) -> str:
