@@ -428,6 +428,7 @@ class SglangStub(Stub):
         self.takes_interval = True
         self.version = "default"
         self.release = "0.5.23"
+        self.running_limit: int | None = None  # as its scheduler has it
         self.only_new = False  # ids of an event: only the new ones
         self.stamp: float | None = None  # its loads stand still at this time
         self.counts_late = False  # its loads are those of a prefill: what was begun is not among the running ones
@@ -476,7 +477,8 @@ class SglangStub(Stub):
         return web.Response(status=200 if self.goes.is_set() else 503)
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": self.release})
+        states = [] if self.running_limit is None else [{"effective_max_running_requests_per_dp": self.running_limit}]
+        return web.json_response({"version": self.release, "internal_states": states})
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})

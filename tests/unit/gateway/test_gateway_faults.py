@@ -16,7 +16,7 @@ from engine_answers import Whole, answer, greedy, prompts, run
 from engine_scenes import expected
 from engine_servers import LlamaServer, servers
 from engine_stubs import SglangStub, VllmStub
-from gateway_scenes import PROMPT, QUICK, Front, front, play, play_stubs
+from gateway_scenes import BEARER, PROMPT, QUICK, Front, front, play, play_stubs
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
@@ -380,3 +380,70 @@ def test_hundreds_of_clients_at_once_are_all_answered() -> None:
         assert scene.gateway.open == 0
 
     play_stubs([stub], act, limit=64, model_name="tiny")
+
+
+# ---- as slime asks: hundreds at once, then an abort ----------------------------------------------------------------
+
+
+def test_a_worker_that_joins_has_as_many_requests_at_once_as_its_engine_runs() -> None:
+    stub = SglangStub()
+    stub.running_limit = 512
+
+    async def act(scene: Front) -> None:
+        joined = await scene.post("/workers", {"url": stub.url}, headers=BEARER)
+        assert joined.status == 202, joined.text
+        assert [one["limit"] for one in (await scene.get("/workers")).json["workers"]] == [512]
+        told = await scene.post("/workers", {"url": stub.url, "limit": 8}, headers=BEARER)
+        assert told.json["worker_id"] == joined.json["worker_id"]
+
+    async def whole() -> None:
+        async with stub.up(), front([]) as scene:
+            await act(scene)
+
+    run(whole(), within_s=60)
+
+
+def test_an_abort_of_all_at_the_engine_ends_512_requests_that_it_runs_at_once() -> None:
+    stub = SglangStub()
+    stub.running_limit, stub.step_s = 600, 1.0
+
+    async def act(scene: Front) -> None:
+        await scene.post("/workers", {"url": stub.url}, headers=BEARER)
+        asked = [asyncio.create_task(scene.generate(4_000)) for _ in range(512)]
+        await until_async(lambda: scene.running() == 512, 40)
+        async with aiohttp.ClientSession() as trainer:
+            await trainer.post(stub.url + "/abort_request", json={"abort_all": True})
+        ends = {(one.status, one.json["meta_info"]["finish_reason"]["type"]) for one in await asyncio.gather(*asked)}
+        assert ends == {(200, "abort")}
+
+    async def whole() -> None:
+        async with stub.up(), front([]) as scene:
+            scene.http._connector._limit = 0  # type: ignore[union-attr]
+            await act(scene)
+
+    run(whole(), within_s=60)
+
+
+def test_an_abort_at_the_gateway_ends_what_runs_and_what_waits() -> None:
+    stub = SglangStub()
+    stub.step_s = 0.5
+
+    async def act(scene: Front) -> None:
+        asked = [asyncio.create_task(scene.generate(4_000)) for _ in range(6)]
+        await until_async(lambda: scene.running() == 2 and scene.gateway.open == 6, 40)
+        assert (await scene.post("/abort_request", {"abort_all": True})).status == 401
+        assert (await scene.post("/abort_request", {"rid": "x"}, headers=BEARER)).status == 400
+        answer = await scene.post("/abort_request", {"abort_all": True}, headers=BEARER)
+        assert answer.json == {"aborted": 6}
+        ends = {(one.status, one.json["meta_info"]["finish_reason"]["type"]) for one in await asyncio.gather(*asked)}
+        assert ends == {(200, "abort")}
+
+    play_stubs([stub], act, limit=2)
+
+
+def test_one_model_is_shown_by_its_id() -> None:
+    async def act(scene: Front) -> None:
+        assert (await scene.get("/v1/models/tiny")).json["id"] == "tiny"
+        assert (await scene.get("/v1/models/other")).status == 404
+
+    play_stubs([VllmStub()], act)

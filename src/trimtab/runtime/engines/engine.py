@@ -175,6 +175,9 @@ class PartialOutput:
         )
 
 
+MAX_RUNNING = 1_000_000  # requests at once; an engine that reports more is not believed
+
+
 @dataclass(frozen=True)
 class EngineState:
     """State of an engine. `up`: it would serve a request, so it is not paused, asleep or wedged."""

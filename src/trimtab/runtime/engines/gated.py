@@ -84,6 +84,7 @@ class GatedEngine:
         self._process_seen: str | None = None
         self._boots = 0
         self.launched = False  # its launcher reports the end of its process, and makes a new adapter for the next
+        self.max_running: int | None = None  # requests that it runs at once, if it says so
         self.model_path = ""  # of the weights that it was started with, if it says so
         self.lacks: dict[EngineCapability, str] = {}  # what this engine cannot do, and what would change that
         self.progress_at: float | None = None  # when it was last seen to make tokens, on the loop's clock

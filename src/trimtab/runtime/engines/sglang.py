@@ -20,7 +20,7 @@ server names in its model information shows which of the recorded weights it has
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -28,6 +28,7 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
+    MAX_RUNNING,
     ROUTED_EXPERTS,
     DeltaReader,
     EngineCapability,
@@ -148,6 +149,7 @@ class SglangEngine(HttpEngine):
             calls = await served_calls(self.wire, _PATHS)
             # The metrics page is no route of the server, so it is on no list.
             counted = calls.has("/v1/loads") or calls.has("/get_load") or await self._counts_by_metrics()
+            self.max_running = _max_running(await self._server_info())
             self._learn(calls, "weight_version" in info if isinstance(info, dict) else False, counted)
             if isinstance(info, dict) and not self.model_path:
                 self.model_path = str(info.get("model_path") or "")
@@ -260,12 +262,15 @@ class SglangEngine(HttpEngine):
             return await self.wire.get("/get_model_info")
 
     async def _release(self) -> str:
+        return str((await self._server_info()).get("version") or "of unknown release")
+
+    async def _server_info(self) -> Mapping[str, Any]:
         for path in ("/server_info", "/get_server_info"):
             with suppress(TrimtabError):
                 reply = await self.wire.get(path)
-                if isinstance(reply, dict) and reply.get("version"):
-                    return str(reply["version"])
-        return "of unknown release"
+                if isinstance(reply, dict):
+                    return reply
+        return {}
 
     async def _load(self) -> EngineLoad:
         if EngineCapability.load not in self.capabilities:
@@ -499,6 +504,15 @@ def _part(piece: StreamDelta, since: int, to: int | None, version: str | None, *
         version,
         extra=piece.extra if last else None,
     )
+
+
+def _max_running(info: Mapping[str, Any]) -> int | None:
+    """Requests that all data-parallel ranks run at once: what their schedulers use, else the server's argument."""
+    states = info.get("internal_states")
+    ranks = [state for state in states if isinstance(state, dict)] if isinstance(states, list) else []
+    counts = [rank.get("effective_max_running_requests_per_dp") for rank in ranks] or [info.get("max_running_requests")]
+    whole = [count for count in counts if type(count) is int and 0 < count <= MAX_RUNNING]
+    return sum(whole) if len(whole) == len(counts) else None
 
 
 def _version_in(info: Any) -> str | None:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from trimtab.runtime.engines.engine import (
+    MAX_RUNNING,
     ROUTED_EXPERTS,
     DeltaReader,
     EngineCapability,
@@ -150,7 +152,10 @@ class VllmEngine(HttpEngine):
         """
         try:
             info = await self.wire.get("/server_info", config_format="json")
-            return max(1, int(info["vllm_config"]["scheduler_config"]["stream_interval"]))
+            scheduler = info["vllm_config"]["scheduler_config"]
+            with suppress(KeyError, TypeError, ValueError):
+                self.max_running = min(max(1, int(scheduler["max_num_seqs"])), MAX_RUNNING)
+            return max(1, int(scheduler["stream_interval"]))
         except (EngineError, EngineRefusedError, KeyError, TypeError, ValueError):
             return 1
 

@@ -108,6 +108,7 @@ class HttpExchange:
         self.status = 0  # of the response, once it has begun
         self.client_gone = False
         self.abort_reason = ""
+        self.aborted = False  # a client aborted all requests: what there is is the answer, also nothing
         self.closing = False  # the connection ends with this response
         self._send, self._write_s = send, write_s
         self._task = asyncio.current_task()

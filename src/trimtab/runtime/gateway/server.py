@@ -73,7 +73,7 @@ class GatewayApp:
         self.metrics = GatewayMetrics(pool)
         self.tokenizer = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
         self.serving = GenerationTracker(pool, settings, self.guard, self.metrics)
-        self.workers = WorkerApi(pool, settings, self.guard, self.serving.bodies)
+        self.workers = WorkerApi(pool, settings, self.guard, self.serving.bodies, self.serving.abort_all)
         self._openai = OpenAIReader(
             self.tokenizer, settings.model_name, settings.default_max_tokens, lambda: pool.adapters
         )
@@ -129,6 +129,7 @@ class GatewayApp:
             ("GET", "/ready", public, self._ready, 200),
             ("GET", "/health_generate", public, self._ready, 200),
             ("GET", "/v1/models", read, self._models, 200),
+            ("GET", "/v1/models/{name:path}", read, self._model, 200),
             ("GET", "/model_info", read, self._model_info, 200),
             ("GET", "/get_model_info", read, self._model_info, 200),
             ("GET", "/metrics", read, self._metrics, 200),
@@ -143,6 +144,7 @@ class GatewayApp:
             ("POST", "/workers/{name:path}/resume", write, workers.resume, 200),
             ("GET", "/workers/{name:path}", read, workers.get, 200),
             ("DELETE", "/workers/{name:path}", write, workers.remove, 202),
+            ("POST", "/abort_request", write, workers.abort, 200),
             ("POST", "/scale", write, workers.scale, 200),
             ("DELETE", "/scale", write, workers.release_scale, 200),
         )
@@ -170,6 +172,13 @@ class GatewayApp:
         model = {"id": await self._openai.model(), "object": "model", "created": 0, "owned_by": "trimtab"}
         adapters = [{**model, "id": name, "parent": model["id"]} for name in self.pool.adapters]
         return {"object": "list", "data": [model, *adapters]}
+
+    async def _model(self, exchange: HttpExchange) -> Any:
+        name = exchange.scope["path_params"]["name"]
+        for model in (await self._models(exchange))["data"]:
+            if model["id"] == name:
+                return model
+        raise Refusal(404, f"there is no model {name!r}", code="model_not_found")
 
     async def _model_info(self, exchange: HttpExchange) -> Any:
         info = {"model_path": await self._openai.model(), "is_generation": True}

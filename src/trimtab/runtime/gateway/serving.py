@@ -319,15 +319,17 @@ class GenerationTracker:
                 return False
         return not self._open
 
-    def abort_all(self) -> None:
-        """Answers all open calls now, with what there is."""
+    def abort_all(self, why: str = STOPPING) -> int:
+        """Answers all open calls now, with what there is; how many."""
         for exchange in list(self._open):
             waiting = self.waiting.get(exchange)
             if waiting is not None:
-                exchange.closing = True
+                exchange.closing = exchange.closing or self.stopping
+                exchange.aborted = not self.stopping
                 waiting.cancel()  # partial answers come at once
             else:
-                exchange.abort(STOPPING)
+                exchange.abort(why)
+        return len(self._open)
 
 
 class GenerationEndpoint:
@@ -379,7 +381,7 @@ class GenerationEndpoint:
         del serving.waiting[exchange]
         samples = samples_of(completions)
         serving.metrics.made(samples)
-        if not any(map(is_answer, samples)):
+        if not (exchange.aborted or any(map(is_answer, samples))):
             raise refusal_for_sample(samples[0])
         answer = await form.whole(completions)
         await exchange.json(answer, headers=response_headers(form.call, samples))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl
 from weakref import WeakValueDictionary
@@ -30,8 +31,16 @@ MAX_NAME_CHARS = 100
 class WorkerApi:
     """Queries and changes of the workers of a pool: each method answers a route."""
 
-    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, bodies: BodyParser) -> None:
+    def __init__(
+        self,
+        pool: RolloutPool,
+        settings: GatewaySettings,
+        guard: GatewayGuard,
+        bodies: BodyParser,
+        abort_all: Callable[[str], int],
+    ) -> None:
         self._pool, self._settings, self._guard, self._bodies = pool, settings, guard, bodies
+        self._abort_all = abort_all
         self._leaving: set[asyncio.Task[None]] = set()
         # A lock per joining address: an unresponsive one delays no other.
         self._joining: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
@@ -100,7 +109,7 @@ class WorkerApi:
         kind = fields.text("worker_type", "regular")
         if kind != "regular":
             raise fields.wrong("worker_type", f"{kind!r} workers are not served here; only regular ones")
-        name, limit = fields.text("name"), fields.integer("limit", 64, 1)
+        name, limit = fields.text("name"), fields.integer("limit", None, 1)
         version, size = fields.integer("version", None, 0), fields.integer("size", 1, 1)
         if len(name) > MAX_NAME_CHARS or not name.isascii() or not name.isprintable() or "," in name:
             raise fields.wrong("name", f"at most {MAX_NAME_CHARS} printable characters of ASCII, without commas")
@@ -119,7 +128,7 @@ class WorkerApi:
             "state": self._view(worker).state.value,
         }  # fmt: skip
 
-    async def _attach(self, url: str, name: str | None, limit: int, version: int | None, size: int) -> str:
+    async def _attach(self, url: str, name: str | None, limit: int | None, version: int | None, size: int) -> str:
         try:
             attaching = self._pool.attach(url, name=name, limit=limit, version=version, size=size)
             return await asyncio.wait_for(attaching, self._settings.change_s)
@@ -177,6 +186,16 @@ class WorkerApi:
     async def release_scale(self, exchange: HttpExchange) -> dict[str, Any]:
         self._pool.release_scale()
         return {"status": self._pool.status().get("scaling")}
+
+    async def abort(self, exchange: HttpExchange) -> dict[str, Any]:
+        """SGLang's `/abort_request`, for all requests of the gateway, those that wait included."""
+        fields = await self._fields(exchange)
+        if fields.text("rid"):
+            raise fields.wrong("rid", "a single request is aborted by closing its connection")
+        if not fields.boolean("abort_all"):
+            raise fields.wrong("abort_all", "true is expected")
+        require_only(fields, "abort_all")
+        return {"aborted": self._abort_all("aborted by a client of the gateway")}
 
     async def _fields(self, exchange: HttpExchange) -> BodyFields:
         body = await self._guard.body(exchange.headers, exchange.receive)

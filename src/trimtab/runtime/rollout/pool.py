@@ -133,13 +133,14 @@ class RolloutPool(RequestApi):
         url: str,
         *,
         name: str | None = None,
-        limit: int = 64,
+        limit: int | None = None,
         version: int | None = None,
         size: int = 1,
         node: str = "",
     ) -> str:
         """Attaches a running engine, whose kind is detected. Returns the worker's name.
 
+        `limit` is how many requests it has at once: by default as many as it says that it runs, or 64.
         `version` is the version of its weights. Default: what the engine reports or, if it reports none and there was
         no refit yet, the version that engines are started with.
         """
@@ -154,7 +155,7 @@ class RolloutPool(RequestApi):
         self._require_new(url, found_at)  # it may have been attached meanwhile
         spec = WorkerSpec(
             name,
-            limit=limit,
+            limit=limit or engine.max_running or WorkerSpec.limit,
             size=size,
             can_sleep=Offers.sleep in engine.capabilities,
             # The version of every token must be known after a pause, so each must have arrived. SGLang reports versions
