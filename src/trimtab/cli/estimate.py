@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.options import FormatOption, read_profile
+from trimtab.cli.options import (
+    EngineOption,
+    FormatOption,
+    GpuOption,
+    MaxTokensOption,
+    MeanTokensOption,
+    ModelOption,
+    SamplesOption,
+    TrainOption,
+    read_profile,
+)
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.render.output import Format, answer
 
@@ -22,20 +32,18 @@ def estimate(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="A model's name, or the folder of its config.json.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU kind (h100, a100-80, ...), or a YAML file.")] = None,
+    model: ModelOption = None,
+    gpu: GpuOption = None,
     rollout_gpu: Annotated[str | None, typer.Option("--rollout-gpu", help="GPU kind of rollout, if unlike.")] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs in all.  [default: one node]")] = None,
     rollout_gpus: Annotated[int | None, typer.Option("--rollout-gpus", help="GPUs of rollout alone.")] = None,
     framework: Annotated[str | None, typer.Option("--framework", help="verl, nemo-rl, openrlhf, slime, ...")] = None,
     release: Annotated[str | None, typer.Option("--release", help="Release, as in the public rows.")] = None,
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, ppo, dapo, gspo, rloo, ...")] = None,
-    samples: Annotated[int | None, typer.Option("--samples", help="Answers of a step.")] = None,
+    samples: SamplesOption = None,
     train_batch: Annotated[int | None, typer.Option("--train-batch", help="Answers of an optimiser step.")] = None,
-    mean_tokens: Annotated[float | None, typer.Option("--mean-tokens", help="Mean of prompt and answer.")] = None,
-    max_tokens: Annotated[float | None, typer.Option("--max-tokens", help="Limit of prompt and answer.")] = None,
+    mean_tokens: MeanTokensOption = None,
+    max_tokens: MaxTokensOption = None,
     prompt_tokens: Annotated[float | None, typer.Option("--prompt-tokens", help="Of a prompt.")] = None,
     lengths: Annotated[
         Path | None, typer.Option("--lengths", help="Measured lengths: one a line, tokens,count, or JSONL.")
@@ -43,13 +51,8 @@ def estimate(
     mode: Annotated[str | None, typer.Option("--mode", help="sync, async, colocate or separate.")] = None,
     staleness: Annotated[float | None, typer.Option("--staleness", help="Steps that weights may be behind.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Unfinished answers go on with new weights.")] = False,
-    rollout: Annotated[
-        str, typer.Option("--rollout", help="Engines: tp=4,dp=1,precision=fp8,kv=fp8,memory=0.8,sequences=256.")
-    ] = "",
-    train: Annotated[
-        str,
-        typer.Option("--train", help="Training: tp=4,pp=4,cp=1,ep=8,lora=16,backend=fsdp,recompute=no,offload=all."),
-    ] = "",
+    rollout: EngineOption = "",
+    train: TrainOption = "",
     transport: Annotated[str | None, typer.Option("--transport", help="Weight sync: broadcast, packed, delta.")] = None,
     turns: Annotated[int | None, typer.Option("--turns", help="Turns of an answer.")] = None,
     tool_seconds: Annotated[float | None, typer.Option("--tool-seconds", help="Of tools in a turn.")] = None,

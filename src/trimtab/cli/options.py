@@ -24,6 +24,19 @@ DashboardPortOption = Annotated[
     int | None, Option("--port", help="Port of the dashboard.  [default: 8270, or the next free port]")
 ]
 
+ModelOption = Annotated[str | None, Option("--model", help="A model's name, or the folder of its config.json.")]
+GpuOption = Annotated[str | None, Option("--gpu", help="GPU kind (h100, a100-80, ...), or a YAML file.")]
+SamplesOption = Annotated[int | None, Option("--samples", help="Answers of a step.")]
+MeanTokensOption = Annotated[float | None, Option("--mean-tokens", help="Mean of prompt and answer.")]
+MaxTokensOption = Annotated[float | None, Option("--max-tokens", help="Limit of prompt and answer.")]
+EngineOption = Annotated[
+    str, Option("--rollout", help="Engines: tp=4,dp=1,precision=fp8,kv=fp8,memory=0.8,sequences=256.")
+]
+TrainOption = Annotated[
+    str,
+    Option("--train", help="Training: tp=4,pp=4,cp=1,ep=8,lora=16,backend=fsdp,recompute=no,offload=all."),
+]
+
 
 def read_profile(path: Path | None) -> Profile | None:
     if path is None:

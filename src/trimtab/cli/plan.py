@@ -6,19 +6,33 @@ import enum
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from trimtab.cli.options import ProfileOption, called, read_profile, save_report
+from trimtab.cli.options import (
+    EngineOption,
+    GpuOption,
+    MaxTokensOption,
+    MeanTokensOption,
+    ModelOption,
+    ProfileOption,
+    SamplesOption,
+    TrainOption,
+    called,
+    read_profile,
+    save_report,
+)
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.render.output import Format, answer, err, out, share
 
 if TYPE_CHECKING:
+    from trimtab.formats.estimated_costs import EstimatedJob
     from trimtab.formats.loaded import LoadedJob, PlanSettings
     from trimtab.model.plan import PlacementAnswer
 
@@ -47,6 +61,13 @@ def plan(
     from_run: Annotated[
         Path | None, Option(help="Use the costs measured by the run in this folder; without FILE also its job.")
     ] = None,
+    model: ModelOption = None,
+    gpu: GpuOption = None,
+    samples: SamplesOption = None,
+    mean_tokens: MeanTokensOption = None,
+    max_tokens: MaxTokensOption = None,
+    rollout: EngineOption = "",
+    train: TrainOption = "",
     form: Annotated[PlanFormat, Option("--format", "-f", help="Output format.")] = PlanFormat.text,
     apply: Annotated[bool, Option("--apply", help="Write the placement into FILE (keeps a backup).")] = False,
     output: Annotated[
@@ -58,6 +79,9 @@ def plan(
     sensitivity: Annotated[bool, Option(help="Show how far each cost may be off before the choice changes.")] = True,
 ) -> None:
     """Find the best placement of every component under the job's measured costs, with proof and reasons.
+
+    With --gpu, and --model where FILE names no model of the table, costs that nothing measured are estimated, as
+    `trimtab estimate` does; the answer says whether the choice holds over their interval.
 
     A job file in trimtab's own form:
 
@@ -74,11 +98,19 @@ def plan(
         trimtab plan job.yaml cluster.nodes=4 --report plan.html
         trimtab plan verl_config.yaml --profile profile.yaml --format overrides
         trimtab plan --from-run runs/grpo-1 cluster.nodes=4
+        trimtab plan verl_config.yaml --gpu h100 --mean-tokens 2000
     """
     from trimtab.plan.placement.planner import best_plan, explain
 
     noise_share = share(noise, "--noise")
-    loaded, notes = _read(file, overrides or [], profile, from_run)
+    sizes = {"model": model, "gpu": gpu, "samples": samples, "mean_tokens": mean_tokens, "max_tokens": max_tokens}
+    given = {key: value for key, value in sizes.items() if value is not None}
+    widths: tuple[Mapping[str, float], ...] = ()
+    if given or rollout or train:
+        estimated = _estimated(file, overrides or [], profile, from_run, {**given, "rollout": rollout, "train": train})
+        loaded, notes, widths = estimated.loaded, estimated.notes, estimated.widths
+    else:
+        loaded, notes = _read(file, overrides or [], profile, from_run)
     file = loaded.path
     log.debug("read %s as %s", file, loaded.file_format)
     try:
@@ -94,6 +126,7 @@ def plan(
                 notes=notes,
                 noise=noise_share,
                 with_sensitivity=sensitivity,
+                estimated=widths,
             )
     except TrimtabError as error:
         # The planner knows keys of trimtab's own form only, not the file.
@@ -108,6 +141,18 @@ def plan(
     if apply:
         _apply(loaded, settings)
     _show(result, settings, loaded, form, searched, noise_share)
+
+
+def _estimated(
+    file: Path | None, overrides: list[str], profile: Path | None, from_run: Path | None, given: dict[str, Any]
+) -> EstimatedJob:
+    """The job with estimates where nothing is measured."""
+    from trimtab.formats.estimated_costs import load_estimated
+    from trimtab.plan.estimate.constants import CONSTANTS
+
+    if file is None or from_run is not None:
+        raise InputError("--model and --gpu go with FILE", where="command line", hint="trimtab plan FILE --gpu h100")
+    return load_estimated(file, overrides, read_profile(profile), given, CONSTANTS)
 
 
 def _read(

@@ -265,6 +265,13 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None, 
         return loaded(parsed(config, source), path, profile)
 
 
+def cluster_of(config: Mapping[str, Any], path: Path) -> Cluster:
+    """The cluster of a job file, whose components may lack costs."""
+    source = Source(str(path))
+    with source.located():
+        return _cluster(parsed(config, source).cluster)
+
+
 def parsed(config: Mapping[str, Any], source: Source) -> JobFile:
     try:
         file = sections.read(JobFile, {key: value for key, value in config.items() if value is not None}, source)

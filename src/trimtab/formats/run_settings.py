@@ -48,6 +48,15 @@ def parallel(text: str, option: str, words: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def merged(inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs of a file with those of the command line over them; `rollout` and `train` word by word."""
+    words = {
+        key: {**inputs.get(key, {}), **parallel(given.get(key, ""), f"--{key}", known)}
+        for key, known in (("rollout", ROLLOUT_WORDS), ("train", TRAIN_WORDS))
+    }
+    return {**inputs, **given, **words}
+
+
 def build(given: Mapping[str, Any]) -> Settings:
     """The run that the inputs describe; what is missing is chosen, and listed."""
     return _Builder(dict(given)).settings()

@@ -161,12 +161,26 @@ class ScalingCaveat:
 
 
 @dataclass(frozen=True)
+class IntervalCheck:
+    """Whether the best plan stays the best while estimated costs lie anywhere in their intervals.
+
+    `loss` is how much slower it is than another plan, at the worst corner; `factors` are the costs there, by component,
+    and `becomes` the plan that is better.
+    """
+
+    holds: bool
+    loss: float
+    factors: Mapping[str, float]
+    becomes: str | None
+
+
+@dataclass(frozen=True)
 class PlacementAnswer:
     """The planner's answer: the best plan with its proof, and what it was compared with.
 
     `unrestricted` is the best plan without the rules of `framework`, where that is better. `scaling` is set where some
     component was measured on one GPU count only. `kept`: the placement in the file is faster than every plan that can
-    be written for the framework, so nothing changes.
+    be written for the framework, so nothing changes. `interval` is set where costs were estimated.
     """
 
     best: Plan
@@ -181,6 +195,7 @@ class PlacementAnswer:
     scaling: ScalingCaveat | None = None
     kept: bool = False
     framework: str = ""
+    interval: IntervalCheck | None = None
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class FrameworkConfig(ABC):
                 f"component costs are unknown: a {self.TITLE} config has no times",
                 where=self.path,
                 hint="make a profile from the logs of a run with `trimtab profile logs`, and give it with "
-                "--profile FILE",
+                "--profile FILE; or give --gpu KIND to plan with estimates",
             )
         found = {name: measured for name in known if (measured := self.profile.component(name)) is not None}
         for measured in found.values():

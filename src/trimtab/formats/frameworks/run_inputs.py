@@ -19,23 +19,30 @@ from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.frameworks.registry import framework_of, titles
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.verl import Verl
-from trimtab.formats.load import refuse_non_rl, refuse_purpose
+from trimtab.formats.load import overridden, refuse_non_rl, refuse_purpose
 
 Inputs = dict[str, Any]
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
     """Inputs by the names of the command line's options, underscores for dashes; `rollout` and `train` are mappings."""
-    data = yaml_text.parse_config(yaml_text.read_text(path), str(path))
+    return read_with_framework(path, overrides)[0]
+
+
+def read_with_framework(path: Path, overrides: Sequence[str] = ()) -> tuple[Inputs, type[FrameworkConfig] | None]:
+    """The inputs, and the framework of the config; none of a job file."""
+    text = yaml_text.read_text(path)
+    data = yaml_text.parse_config(text, str(path))
     if isinstance(data, Mapping) and job.matches(data):
-        gpus = job.read(data, path, None).job.cluster.gpus
-        return {"gpus": gpus}
+        cluster = job.cluster_of(overridden(data, overrides), path)
+        kinds = [kind for kind in cluster.kinds if kind]
+        return {"gpus": cluster.gpus, **({"gpu": kinds[0]} if len(kinds) == 1 else {})}, None
     composed = compose(path, overrides)
     refuse_non_rl(composed.config, str(path))
     framework = framework_of(composed.reader)
     if framework is not None:
         refuse_purpose(framework.purpose(composed.reader), str(path))
-        return _stated(READERS.get(framework, framework.inputs)(composed.reader))
+        return _stated(READERS.get(framework, framework.inputs)(composed.reader)), framework
     raise InputError(
         f"estimates read job files and the configs of {titles()}",
         where=str(path),

@@ -11,11 +11,12 @@ measurement is named. A stated `floor_seconds` is a statement on scaling: such a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.model.plan import Alternative, CurrentPlacement, Plan, ScalingCaveat, Sensitivity
+from trimtab.model.plan import Alternative, CurrentPlacement, IntervalCheck, Plan, ScalingCaveat, Sensitivity
 from trimtab.model.workflow import PlacementJob, Variant
 from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.search import TIE, search
@@ -163,6 +164,33 @@ def _first_change(
         else:
             low = middle
     return round(steps[high], 2), becomes
+
+
+def over_interval(
+    space: PlanSpace, best: FoundPlan, widths: Sequence[Mapping[str, float]], noise: float
+) -> IntervalCheck:
+    """Compare the plan at the corners of intervals: components of one mapping move together, by their factors.
+
+    A factor of 1.5 stands for costs from 1 / 1.5 to 1.5 times the likely ones.
+    """
+    shapes = GroupingShapes.stack([space.shape(best.grouping)])
+    order = [component.name for component in space.order]
+    check = IntervalCheck(True, 0.0, {}, None)
+    for signs in itertools.product((-1, 0, 1), repeat=len(widths)):
+        factors = {
+            n: f**sign for sign, group in zip(signs, widths, strict=True) for n, f in group.items() if n in order
+        }
+        corner, times = space, plan_times(space, best)
+        for name, factor in factors.items():
+            index = order.index(name)
+            corner = corner.scaled(index, factor)
+            times[index] *= factor
+        kept = float(space.simulator.seconds(times[None, :], shapes)[0])
+        found = search(corner, beat=kept * (1 - 1e-9)).best
+        loss = kept / found.seconds - 1 if found else 0.0
+        if found and loss > check.loss:
+            check = IntervalCheck(loss <= noise, loss, factors, to_plan(corner, found).describe())
+    return check
 
 
 def plan_times(space: PlanSpace, found: FoundPlan) -> Floats:

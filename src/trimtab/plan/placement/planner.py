@@ -5,12 +5,15 @@ Stays within the rules of a framework, and reports what those rules cost.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.plan import Alternative, CurrentPlacement, FrameworkRules, PlacementAnswer, Plan
 from trimtab.model.workflow import PlacementJob, check_workflow
 from trimtab.plan.placement.compare import (
     current_plan,
     near_ties,
+    over_interval,
     runners_up,
     scaling_of,
     scaling_text,
@@ -46,8 +49,12 @@ def explain(
     notes: tuple[str, ...] = (),
     noise: float = NOISE,
     with_sensitivity: bool = True,
+    estimated: Sequence[Mapping[str, float]] = (),
 ) -> PlacementAnswer:
     """The answer around a best plan: runners-up, near ties, sensitivity, assumptions.
+
+    `estimated` are components whose costs were not measured, with the factor by which they may be off; those of one
+    mapping are off together.
 
     If the best plan is slower than the placement in the file, that placement is the answer.
     """
@@ -92,6 +99,7 @@ def explain(
         scaling=scaling,
         kept=kept,
         framework=space.rules.framework if space.rules else "",
+        interval=over_interval(space, found, estimated, noise) if estimated and not kept else None,
     )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import PlanSettings
-from trimtab.model.plan import Alternative, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
+from trimtab.model.plan import Alternative, IntervalCheck, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
 from trimtab.plan.placement.compare import time_text
 from trimtab.render.output import out, picked, print_list, text_table
 
@@ -68,6 +68,7 @@ def as_data(
         },
         "scaling": _scaling(answer.scaling, other),
         "kept": answer.kept,
+        "interval": answer.interval and picked(answer.interval, "holds", "loss", "factors", "becomes"),
         "assumptions": list(answer.assumptions),
         "dialect": dialect,
         "settings": dict(settings.values),
@@ -138,6 +139,8 @@ def print_text(
         width = max(len(row.component) for row in answer.sensitivity)
         for row in answer.sensitivity:
             out.print(f"  {escape(row.component.ljust(width))}  {escape(_range(row))}")
+    if answer.interval is not None:
+        out.print(f"\n{_interval(answer.interval)}", markup=False)
     print_list("Assumed", (*answer.assumptions, *settings.advice))
     if other is not None and answer.scaling is not None:
         out.print(f"\nIf each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
@@ -147,6 +150,20 @@ def print_text(
     out.print(HEADING)
     out.print()
     out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
+
+
+def _interval(check: IntervalCheck) -> str:
+    if check.becomes is None:
+        return "Over the interval of the estimated costs the choice holds: no other plan is faster"
+    where = ", ".join(f"{name} {factor:.2g}x" for name, factor in check.factors.items())
+    if check.holds:
+        return (
+            f"Over the interval of the estimated costs the choice holds: at most {check.loss:.1%} slower than the best"
+        )
+    return (
+        f"The choice does not hold over the interval of the estimated costs: with {where} of the estimate "
+        f"{check.becomes} is {check.loss:.0%} faster. Measure a step: `trimtab profile logs`"
+    )
 
 
 def _proof(answer: PlacementAnswer) -> str:

@@ -1,0 +1,145 @@
+"""A job whose components have estimated seconds where none are measured or stated, with memory and weight sync.
+
+The estimate's stages become the components of the job file or of the framework, at GPU counts that its parallelism
+divides; what was measured stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.formats import run_settings
+from trimtab.formats.frameworks.run_inputs import read_with_framework
+from trimtab.formats.load import load
+from trimtab.formats.loaded import LoadedJob
+from trimtab.formats.run_settings import Settings
+from trimtab.model.workflow import Cluster, Component, ComponentProfile, GpuCurve, Memory, Profile
+from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.measured import STAGES, on_gpus
+from trimtab.plan.estimate.phases import context_gb, phases
+from trimtab.plan.estimate.step import refit_seconds, step_time
+
+PHASES = {"generate": "generate", "update": "update", "critic update": "update"}
+"""The phase whose memory a stage takes; log-probs otherwise."""
+
+
+@dataclass(frozen=True)
+class EstimatedJob:
+    """A job with its estimated components; `widths` are the factors by which they may be off, by what errs together."""
+
+    loaded: LoadedJob
+    settings: Settings
+    widths: tuple[Mapping[str, float], ...]
+    notes: tuple[str, ...]
+
+
+def load_estimated(
+    path: Path, overrides: Sequence[str], profile: Profile | None, given: Mapping[str, Any], c: Constants
+) -> EstimatedJob:
+    """A job file or framework config with estimates for what neither it nor the profile states."""
+    inputs, framework = read_with_framework(path, overrides)
+    settings = run_settings.build(run_settings.merged(inputs, given))
+    names = STAGES if framework is None else (*framework.REQUIRED, *getattr(framework, "COMPONENTS", STAGES))
+    known = profile.components if profile else ()
+    guesses = _components(settings, names, {part.name for part in known}, c, together=framework is not None)
+    merged = Profile(profile.source if profile else "estimate", (*known, *guesses), profile.notes if profile else ())
+    loaded = load(path, overrides, merged)
+    stages = {part.name: STAGES[part.name] for part in guesses}
+    job, used = loaded.job, []
+    components = []
+    for part in job.workflow.components:
+        guess = next((each for each in guesses if each.name == part.name), None)
+        own = guess and any(variant.points("") == guess.seconds for variant in part.variants)
+        components.append(_fitted(part, settings, stages[part.name], c) if own else part)
+        used += [part.name] if own else []
+    workflow = replace(job.workflow, components=tuple(components))
+    sync = workflow.weight_sync
+    if sync is not None and not sync.shared_seconds and not sync.separate_seconds:
+        run = settings.run
+        shared, apart = (refit_seconds(run.model, run.engine, run.transport, c, shared=each) for each in (True, False))
+        workflow = replace(workflow, weight_sync=replace(sync, shared_seconds=shared, separate_seconds=apart))
+    cluster = _with_memory(job.cluster, settings.run.gpu.memory_gb)
+    width = math.exp(c.stage_error)
+    sides = [[n for n in used if (stages[n] == ("generate",)) is first] for first in (True, False)]
+    seconds = ", ".join(used)
+    notes = (
+        f"estimated, not measured: {seconds}; each may be off by {width:.1f}x either way (`trimtab estimate`)",
+        *(f"estimated with {each}" for each in settings.assumed),
+    )
+    return EstimatedJob(
+        replace(loaded, job=replace(job, workflow=workflow, cluster=cluster)),
+        settings,
+        tuple(dict.fromkeys(side, width) for side in sides if side),
+        notes if used else (),
+    )
+
+
+def counts(multiple: int, most: int) -> list[int]:
+    """Multiples up to a limit, closer together where they are small."""
+    sizes = {multiple * step * 2**power for step in (1, 3) for power in range(20)}
+    return sorted({size for size in sizes if size <= most} | {most // multiple * multiple} - {0})
+
+
+def _multiple(settings: Settings, stages: tuple[str, ...]) -> int:
+    trainer = settings.run.trainer
+    if stages == ("generate",):
+        return settings.run.engine.tp
+    return math.lcm(trainer.tp * trainer.pp * trainer.cp, trainer.pp * trainer.ep)
+
+
+def _components(
+    settings: Settings, names: Iterable[str], known: set[str], c: Constants, *, together: bool
+) -> list[ComponentProfile]:
+    """Estimated costs of the named components; with `together` each stage is part of one of them only."""
+    run = settings.run
+    exist = {stage.name for stage in step_time(run, c).stages}
+    covered = {stage for name in known for stage in STAGES.get(name, ())} if together else set()
+    found = []
+    for name in dict.fromkeys(names):
+        stages = tuple(stage for stage in STAGES.get(name, ()) if stage in exist)
+        if not stages or stages == ("refit",) or name in known or covered & set(stages):
+            continue
+        if together:
+            covered |= set(stages)
+        steps = ((gpus, step_time(on_gpus(run, gpus), c)) for gpus in counts(_multiple(settings, stages), run.gpus))
+        points = tuple((gpus, sum(step.stage(stage) for stage in stages)) for gpus, step in steps)
+        found.append(ComponentProfile(name, points))
+    return found
+
+
+def _fitted(part: Component, settings: Settings, stages: tuple[str, ...], c: Constants) -> Component:
+    """The component on counts that its parallelism divides, with its memory there and what a switch takes."""
+    run = settings.run
+    multiple = _multiple(settings, stages)
+    sizes = {}
+    for gpus in counts(multiple, run.gpus):
+        # An engine's memory does not depend on how many there are.
+        there = run if stages == ("generate",) else on_gpus(run, gpus)
+        found = {phase.name: phase for phase in phases(there, c, settings.offload)[0]}
+        phase = found[PHASES.get(stages[0], "log-probs")]
+        parked = dict(phase.terms).get("trainer, parked", 0.0)
+        sizes[gpus] = (phase.gb - parked, context_gb(run.gpu, c) + (_parked(found) if "update" in stages else 0.0))
+    active, resident = (GpuCurve(tuple((gpus, pair[i]) for gpus, pair in sizes.items())) for i in (0, 1))
+    variants = tuple(
+        replace(
+            each,
+            multiple_of=math.lcm(each.multiple_of, multiple),
+            memory=Memory(active, resident) if each.memory == Memory() else each.memory,
+        )
+        for each in part.variants
+    )
+    switch = step_time(run, c).stage("switch") if "update" in stages else 0.0
+    return replace(part, variants=variants, switch_seconds=part.switch_seconds or switch)
+
+
+def _parked(found: Mapping[str, Any]) -> float:
+    return float(dict(found["generate"].terms).get("trainer, parked", 0.0))
+
+
+def _with_memory(cluster: Cluster, memory_gb: float) -> Cluster:
+    nodes = (replace(node, gpu_memory_gb=node.gpu_memory_gb or memory_gb) for node in cluster.nodes)
+    return Cluster(tuple(nodes))

@@ -1,0 +1,148 @@
+"""`trimtab plan` where nothing is measured: estimated seconds, and whether the choice holds over their interval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.cli.app import run
+from trimtab.core.errors import InputError
+from trimtab.formats.estimated_costs import counts, load_estimated
+from trimtab.plan.estimate.constants import CONSTANTS
+from trimtab.plan.placement.planner import best_plan, explain, plan_placement
+
+ROOT = Path(__file__).parents[3]
+JOB = """
+cluster: {nodes: 2, gpus_per_node: 8, gpu: H100}
+workflow:
+  batches: 64
+  components:
+    rollout: {}
+    reward: {after: [rollout], device: cpu, seconds: 3.0}
+    inference: {after: [rollout], seconds: {8: 40.0, 16: 20.0}}
+    trainer: {after: [inference, reward], granularity: 16}
+  weight_sync: {from: trainer, to: rollout}
+"""
+VERL = """
+data: {train_batch_size: 128, max_prompt_length: 1024, max_response_length: 3072}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-7B-Instruct}
+  actor: {strategy: fsdp, ppo_mini_batch_size: 32, use_kl_loss: true}
+  rollout: {name: vllm, n: 8, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.5}
+algorithm: {adv_estimator: grpo}
+trainer: {nnodes: 2, n_gpus_per_node: 8}
+"""
+NEMO = """
+cluster: {num_nodes: 4, gpus_per_node: 8}
+grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 32}
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  train_global_batch_size: 512
+  max_total_sequence_length: 4096
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 1, expert_model_parallel_size: 8}
+  generation:
+    backend: vllm
+    vllm_cfg: {tensor_parallel_size: 2, gpu_memory_utilization: 0.7}
+    colocated: {enabled: true}
+"""
+PROFILE = "profile: {source: x, components: {rollout: {seconds: {16: 90.0}}}}"
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any, str]:
+    status = run(["plan", *map(str, arguments), "--format", "json"])
+    printed = capsys.readouterr()
+    return status, json.loads(printed.out) if printed.out else None, printed.err
+
+
+def job_file(tmp_path: Path, text: str = JOB) -> Path:
+    (tmp_path / "job.yaml").write_text(text)
+    return tmp_path / "job.yaml"
+
+
+def test_components_without_seconds_are_estimated_and_stated_ones_stay(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, data, _ = call(capsys, job_file(tmp_path), "--model", "qwen2.5-7b", "--mean-tokens", 2000)
+    assert status == 0
+    assert any("estimated, not measured: rollout, trainer;" in note for note in data["assumptions"])
+    gpus = len(data["components"]["inference"]["gpus"])
+    assert data["components"]["inference"]["seconds"] == pytest.approx(320 / gpus, rel=0.2)
+    assert data["sync_seconds"] > 0
+    assert set(data["interval"]) == {"holds", "loss", "factors", "becomes"}
+
+
+def test_a_profile_wins_over_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    options = ("--model", "qwen2.5-7b", "--profile", tmp_path / "profile.yaml")
+    _, data, _ = call(capsys, job_file(tmp_path), *options)
+    assert any("estimated, not measured: trainer;" in note for note in data["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("text", "components"),
+    [(VERL, {"rollout", "old_log_prob", "ref", "update_actor"}), (NEMO, {"generation", "logprobs", "policy"})],
+)
+def test_framework_configs_need_a_gpu_kind_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, components: set[str]
+) -> None:
+    status, data, _ = call(capsys, job_file(tmp_path, text), "--gpu", "h100")
+    assert status == 0
+    assert set(data["components"]) == components
+    assert data["iteration_seconds"] > 0
+
+
+def test_rlinf_configs_without_costs_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "examples/math/config/qwen2.5-1.5b-grpo-megatron.yaml"
+    status, data, _ = call(capsys, config, "--model", "qwen2.5-1.5b", "--gpu", "h100")
+    assert status == 0
+    assert set(data["components"]) == {"rollout", "inference", "actor"}
+
+
+def test_without_a_gpu_kind_the_cure_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, err = call(capsys, job_file(tmp_path, VERL))
+    assert status == 2
+    assert "--gpu" in err
+    status, _, err = call(capsys, job_file(tmp_path, JOB.replace(", gpu: H100", "")), "--model", "qwen2.5-7b")
+    assert status == 2
+    assert "no GPU kind is given" in err
+
+
+def test_a_model_that_does_not_fit_is_infeasible(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, err = call(capsys, job_file(tmp_path), "--model", "llama-3.1-405b", "--gpu", "h100")
+    assert status == 3
+    assert "memory" in err or "fit" in err
+
+
+def test_the_worst_corner_of_the_interval_is_the_one_that_a_new_plan_shows(tmp_path: Path) -> None:
+    given = {"model": "qwen2.5-7b", "mean_tokens": 2000, "max_tokens": 8192, "rollout": "", "train": ""}
+    estimated = load_estimated(job_file(tmp_path), (), None, given, CONSTANTS)
+    space, outcome = best_plan(estimated.loaded.job)
+    check = explain(space, outcome, estimated=estimated.widths).interval
+    assert check is not None
+    if check.becomes is None:
+        assert check.loss == 0
+        return
+    job = estimated.loaded.job
+    workflow = job.workflow
+    for name, factor in check.factors.items():
+        workflow = workflow.scaled(name, factor)
+    best = plan_placement(type(job)(job.cluster, workflow)).best
+    assert best.describe() == check.becomes
+    assert check.holds is (check.loss <= 0.05)
+    certain = explain(space, outcome, estimated=[dict.fromkeys(group, 1.0) for group in estimated.widths]).interval
+    assert certain is not None
+    assert certain.holds
+
+
+def test_counts_are_multiples_that_reach_the_limit() -> None:
+    assert counts(4, 40) == [4, 8, 12, 16, 24, 32, 40]
+    assert counts(16, 8) == []
+
+
+def test_a_wrong_word_names_its_option(tmp_path: Path) -> None:
+    given = {"model": "qwen2.5-7b", "rollout": "tb=2", "train": ""}
+    with pytest.raises(InputError, match="unknown key tb"):
+        load_estimated(job_file(tmp_path), (), None, given, CONSTANTS)
