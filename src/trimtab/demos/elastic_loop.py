@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.rayapi.nodes import RayNode
 
 WIDTH = 60
-PACE_S = 1.0  # a step, slow enough to follow
+ROWS_EACH, HIDDEN = 8_000, 1_024  # work of a member in a step: some tenths of a second of a CPU core
 UNITS = ("gpu", "worker_unit", "cpu")  # what a member takes one of: the first that any node has
 Say = Callable[[str], None]
 
@@ -70,15 +70,18 @@ class LoopPrinter:
         """Prints a step: in full for the first step of a world, else a line."""
         done = [report for report in result.values if report is not None]
         average = sum(report.seconds for report in done) / len(done)
+        rate = sum(report.rows for report in done) / max(max(report.seconds for report in done), 1e-9)
         head = f"📊 Step {result.number} completed:"
         if result.world.epoch == self._epoch:
-            self.lines(f"{head} {result.size} actors trained, average duration {average:.3f}s, loss={done[0].loss:.4f}")
+            figures = f"average duration {average:.3f}s, {rate:,.0f} rows/s, loss={done[0].loss:.4f}"
+            self.lines(f"{head} {result.size} actors trained, {figures}")
             return
         self._epoch = result.world.epoch
         self.lines(
             head,
             f"   - {result.size} actors trained",
             f"   - Average duration: {average:.3f}s",
+            f"   - Throughput: {rate:,.0f} rows/s",
             *(f"   - Actor {rank}: {_actor(value)}" for rank, value in enumerate(result.values)),
             f"   - All rows: loss={done[0].loss:.4f}",
         )
@@ -137,7 +140,8 @@ def run_loop(
     *,
     address: str | None = None,
     backend: str = "auto",
-    pace_s: float = PACE_S,
+    rows: int = ROWS_EACH,
+    pace_s: float = 0.0,
     min_actors: int = 1,
     max_actors: int | None = None,
     wait_s: float = 600.0,
@@ -161,7 +165,7 @@ def run_loop(
         talk.banner()
         with ElasticGroup(
             ElasticTrainer,
-            kwargs={"backend": backend, "slow_s": pace_s / 2},
+            kwargs={"backend": backend, "rows_each": rows, "hidden": HIDDEN},
             per_node={unit: 1},
             min=min_actors,
             max=max_actors,
@@ -170,8 +174,9 @@ def run_loop(
         ) as group:
             talk.session = group.session
             for _ in range(steps):
+                began = time.monotonic()
                 talk.step(group.step())
-                time.sleep(pace_s / 2)
+                time.sleep(max(0.0, pace_s - (time.monotonic() - began)))
         talk.lines("", f"🎉 {steps} steps completed")
     finally:
         link.close()
@@ -184,7 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100, help="training steps (100)")
     parser.add_argument("--address", help="the cluster (default: RAY_ADDRESS, or the local cluster)")
     parser.add_argument("--backend", choices=("auto", "torch", "numpy"), default="auto", help="compute backend")
-    parser.add_argument("--pace", type=float, default=PACE_S, metavar="S", help="minimum seconds of a step (1)")
+    parser.add_argument("--rows", type=int, default=ROWS_EACH, help=f"rows of an actor in a step ({ROWS_EACH:,})")
+    parser.add_argument("--pace", type=float, default=0.0, metavar="S", help="minimum seconds of a step (0)")
     parser.add_argument("--min", type=int, default=1, help="minimum of actors; with fewer it waits (1)")
     parser.add_argument("--max", type=int, help="maximum of actors (as many as fit)")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="timeout of the wait (600)")
@@ -194,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.steps,
             address=options.address,
             backend=options.backend,
-            pace_s=options.pace,
+            rows=max(1, options.rows),
+            pace_s=max(0.0, options.pace),
             min_actors=options.min,
             max_actors=options.max,
             wait_s=options.wait,

@@ -69,12 +69,17 @@ class TrainingModel(Protocol):
 
 
 class ElasticTrainer:
-    """A member of an elastic group: computes on its share, commits the combined gradients."""
+    """A member of an elastic group: computes on its share, commits the combined gradients.
 
-    def __init__(self, backend: str = "auto", rows: int = ROWS, slow_s: float = 0.0) -> None:
-        self.model = model_of(backend)
-        self.rows = rows
-        self.slow_s = slow_s  # for watching
+    The batch has `rows` rows for all members together, or `rows_each` for each: then more members do more work a step.
+    """
+
+    def __init__(
+        self, backend: str = "auto", rows: int = ROWS, slow_s: float = 0.0, rows_each: int = 0, hidden: int = HIDDEN
+    ) -> None:
+        self.model = model_of(backend, hidden)
+        self.rows, self.rows_each = rows, rows_each
+        self.slow_s = slow_s  # a pause after the work, for watching
         self.rank, self.size = 0, 1
         self._own = (float("nan"), 0, 0.0)
 
@@ -84,13 +89,15 @@ class ElasticTrainer:
     def compute(self, step: int, batch: Any = None) -> GradientShare:
         """Gradients of this member's rows; does not change the model."""
         began = time.perf_counter()
-        inputs, targets = batch_of(step, self.rows)
-        mine = share_of(self.rank, self.size, self.rows)
-        share = self.model.gradients(inputs[mine], targets[mine])
-        if self.slow_s:
-            time.sleep(self.slow_s)
+        if self.rows_each:
+            inputs, targets = batch_of(step, self.rows_each, self.rank)
+        else:
+            inputs, targets = (array[share_of(self.rank, self.size, self.rows)] for array in batch_of(step, self.rows))
+        share = self.model.gradients(inputs, targets)
         mean = share.loss_sum / share.rows if share.rows else float("nan")
         self._own = (mean, share.rows, time.perf_counter() - began)
+        if self.slow_s:
+            time.sleep(self.slow_s)
         return share
 
     def commit(self, step: int, parts: Sequence[GradientShare]) -> TrainingReport:
@@ -135,32 +142,32 @@ def share_of(rank: int, size: int, rows: int) -> slice:
     return slice(rank * rows // size, (rank + 1) * rows // size)
 
 
-def batch_of(step: int, rows: int = ROWS) -> tuple[Array, Array]:
-    """The global batch of a step, deterministic: points, and the values of a hidden function."""
-    points = np.random.default_rng((SEED, step)).normal(size=(rows, FEATURES))
+def batch_of(step: int, rows: int = ROWS, rank: int = 0) -> tuple[Array, Array]:
+    """The batch of a step (and rank), deterministic: points, and the values of a hidden function."""
+    points = np.random.default_rng((SEED, step, rank) if rank else (SEED, step)).normal(size=(rows, FEATURES))
     hidden = np.random.default_rng(SEED).normal(size=(FEATURES, 3))
     seen = points @ hidden / np.sqrt(FEATURES)
     return points, (np.sin(2 * seen[:, :1]) + seen[:, 1:2] * seen[:, 2:3]) / 2
 
 
-def first_weights() -> list[Array]:
+def first_weights(hidden: int = HIDDEN) -> list[Array]:
     source = np.random.default_rng(SEED + 1)
     return [
-        source.normal(size=(FEATURES, HIDDEN)) / np.sqrt(FEATURES),
-        np.zeros(HIDDEN),
-        source.normal(size=(HIDDEN, 1)) / np.sqrt(HIDDEN),
+        source.normal(size=(FEATURES, hidden)) / np.sqrt(FEATURES),
+        np.zeros(hidden),
+        source.normal(size=(hidden, 1)) / np.sqrt(hidden),
         np.zeros(1),
     ]
 
 
-def model_of(backend: str = "auto") -> TrainingModel:
+def model_of(backend: str = "auto", hidden: int = HIDDEN) -> TrainingModel:
     """The model by backend: `torch`, `numpy`, or `auto` for torch if installed."""
     if backend not in ("auto", "torch", "numpy"):
         raise InputError(f"unknown backend {backend!r}", hint="auto, torch or numpy")
     has_torch = importlib.util.find_spec("torch") is not None
     if backend == "torch" and not has_torch:
         raise InputError("PyTorch is not installed here", hint="pip install 'trimtab[torch]', or --backend numpy")
-    return TorchModel() if has_torch and backend != "numpy" else NumpyModel()
+    return TorchModel(hidden) if has_torch and backend != "numpy" else NumpyModel(hidden)
 
 
 class NumpyModel:
@@ -168,8 +175,8 @@ class NumpyModel:
 
     device = "CPU"
 
-    def __init__(self) -> None:
-        self._weights = first_weights()
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        self._weights = first_weights(hidden)
         self._first = [np.zeros_like(weight) for weight in self._weights]
         self._second = [np.zeros_like(weight) for weight in self._weights]
         self._applied = 0
@@ -209,7 +216,7 @@ class NumpyModel:
 class TorchModel:
     """The same model in PyTorch, with autograd, on the GPU of this process if it has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN) -> None:
         import torch
 
         torch.set_num_threads(1)  # several members share the cores of a machine
@@ -217,7 +224,7 @@ class TorchModel:
         self._torch = torch
         self._place = torch.device("cuda" if has_gpu else "cpu")
         self.device = "GPU" if has_gpu else "CPU"
-        self._weights = [self._leaf(weight) for weight in first_weights()]
+        self._weights = [self._leaf(weight) for weight in first_weights(hidden)]
         self._adam = self._optimiser()
 
     def gradients(self, inputs: Array, targets: Array) -> GradientShare:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,24 @@ def test_a_backend_that_there_is_not_is_said() -> None:
 def test_what_members_say_is_combined_where_it_is_numbers(values: tuple[Any, ...], combined: Any) -> None:
     world = World(1, ("a", "b"), ("n", "n"), Reason(ReasonCode.began, "the first"))
     assert StepResult(1, world, values, (), (), 0.1).combined == combined
+
+
+def test_with_rows_for_each_member_more_members_do_more_work_in_a_step_on_rows_of_their_own() -> None:
+    members = [ElasticTrainer("numpy", rows_each=40, hidden=8) for _ in range(3)]
+    for rank, member in enumerate(members):
+        member.enter(MemberWorld(rank, len(members), 1, 0))
+    parts = [member.compute(1) for member in members]
+    assert sum(part.rows for part in parts) == 120
+    assert len({part.loss_sum for part in parts}) == 3
+    said = [member.commit(1, parts) for member in members]
+    assert len({report.loss for report in said}) == 1
+    assert all(np.array_equal(members[0].save()["weights"][0], member.save()["weights"][0]) for member in members)
+
+
+def test_the_seconds_of_a_report_are_those_of_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    member = ElasticTrainer("numpy", rows=30, slow_s=5.0)
+    report = member.commit(1, [member.compute(1)])
+    assert (now[0], report.seconds) == (5.0, 0.0)
