@@ -13,6 +13,7 @@ from typing import ClassVar
 from trimtab.core.errors import InputError
 from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, Ranges, check_fields, is_number, is_whole
 from trimtab.core.reasons import Reason
+from trimtab.model.ledger import BUCKETS
 from trimtab.model.plan import Plan
 
 
@@ -88,9 +89,14 @@ class ComponentTiming:
     wait_s: float = 0.0  # for inputs and for space in its output queue
     offload_s: float = 0.0
     onload_s: float = 0.0
+    turn_s: float = 0.0  # waiting for its turn on shared GPUs, besides offload and onload
+
+    @property
+    def switch_s(self) -> float:
+        return self.offload_s + self.onload_s + self.turn_s
 
     def __post_init__(self) -> None:
-        for name in ("busy_s", "wait_s", "offload_s", "onload_s"):
+        for name in ("busy_s", "wait_s", "offload_s", "onload_s", "turn_s"):
             if not is_number(getattr(self, name), 0):
                 raise InputError(f"{name} of {self.component} is not a time", where="a measured iteration")
         if self.gpus < 0 or (self.batches is not None and self.batches < 1):
@@ -99,12 +105,20 @@ class ComponentTiming:
 
 @dataclass(frozen=True)
 class Iteration:
-    """A completed iteration. `extra` names periodic work in it (validation, checkpoint): it is no cost measurement."""
+    """A completed iteration. `extra` names periodic work in it (validation, checkpoint): it is no cost measurement.
+
+    `booked` is its ledger: seconds of each of `ledger.BUCKETS`, None where nothing was timed.
+    """
 
     number: int  # 1, 2, 3 ...
     wall_s: float
     components: tuple[ComponentTiming, ...] = ()
     extra: tuple[str, ...] = ()
+    booked: dict[str, float] | None = None
+
+    @property
+    def unbooked_s(self) -> float | None:
+        return None if self.booked is None else max(0.0, self.wall_s - sum(self.booked.values()))
 
     def __post_init__(self) -> None:
         if not is_whole(self.number, 1, math.inf):
@@ -114,6 +128,11 @@ class Iteration:
         names = [timing.component for timing in self.components]
         if len(set(names)) < len(names):
             raise InputError(f"a component of iteration {self.number} was measured twice", where="a measured iteration")
+        for bucket, booked_s in (self.booked or {}).items():
+            if bucket not in BUCKETS or not is_number(booked_s, 0):
+                raise InputError(f"iteration {self.number} has no {bucket} of {booked_s!r:.40} s", where="its ledger")
+        if sum((self.booked or {}).values()) > self.wall_s * (1 + 1e-6) + 1e-3:
+            raise InputError(f"more is booked than iteration {self.number} took", where="its ledger")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class DriftMonitor:
         kinds = kinds_of(plan)
         self.estimates.take(iteration, {c.name: (c.variant, kinds.get(c.name, "")) for c in plan.components})
         for part in iteration.components:
-            run.switching[part.component] = part.offload_s + part.onload_s
+            run.switching[part.component] = part.switch_s
         return None if moving or iteration.extra or iteration.wall_s <= 0 else self._compare(iteration)
 
     def _compare(self, iteration: Iteration) -> Reason | None:

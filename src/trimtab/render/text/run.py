@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab.render.html.kit.labels import counted
+from trimtab.model.ledger import BUCKETS, LedgerSummary
+from trimtab.render.html.kit.labels import counted, ledger_text, share
 from trimtab.render.output import span
 
 EventFacts = Mapping[str, Any]
@@ -235,6 +236,11 @@ def last_lines(data: EventFacts) -> list[str]:
         took, predicted = data["measured_s"], data["predicted_s"]
         times = "" if took is None else f", {seconds(took)} an iteration (predicted {seconds(predicted)})"
         lines.append(f"plan: {data['plan']} GPUs{times}")
+    if (shares := data.get("ledger")) is not None:
+        ledger = LedgerSummary({name: part for name, part in shares.items() if name in BUCKETS}, shares["unbooked"])
+        lines.append(f"an iteration's time: {ledger_text(ledger)}")
+        if ledger.warns:
+            lines.append(f"warning: {share(ledger.unbooked)} of an iteration is unbooked: its cause is unknown")
     courses = [
         f"{name} {course['first']:.4g} to {course['last']:.4g}"
         for name, course in sorted(data["metrics"].items(), key=lambda item: "reward" not in item[0])

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.render.html.dashboard.board import RunBoard
-from trimtab.render.html.kit.labels import duration, known, reason_text, share
-from trimtab.render.html.run.figures import course, ends_of, metric_names
+from trimtab.render.html.kit.labels import duration, known, ledger_text, reason_text, share
+from trimtab.render.html.run.figures import course, ends_of, ledger, metric_names
 from trimtab.render.output import amounts, show, text_table
 
 if TYPE_CHECKING:
@@ -132,6 +132,9 @@ def _head(board: RunBoard) -> Table:
     times = f"{duration(median(walls)) if walls else '-'} each"
     times += f", {duration(promised)} predicted" if promised is not None else ""
     grid.add_row(f"{count} iterations", f"{duration(story.end_s)}; {times}")
+    if (spent := ledger(story, 20)) is not None:
+        text = escape(ledger_text(spent))
+        grid.add_row("an iteration's time", f"[yellow]{text}[/]" if spent.warns else text)
     for name in metric_names(story)[:1]:
         values = [value for _, value in course(done, name)]
         if values:

@@ -6,16 +6,17 @@ component lacks (`offload`, `save` ...) are not called.
 
 `ComponentCalls` is where a component is: in this process, or in a warm worker process of a pool. Data goes from worker
 to worker through Ray's object store: the run's driver passes references to step outputs and never fetches them. Small
-data travels with the calls, as Ray inlines it; references nested in other values would cost more than the calls, since
-each is borrowed and released on its own. Times are taken there, once the inputs are local. A component's failure is
-returned as a `ComponentError`, never as its own exception.
+data travels with the calls, as Ray inlines it; large data is stored by its maker and fetched by its taker
+(`transfer.py`), so that both are timed. A component's failure is returned as a `ComponentError`, never as its own
+exception.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,17 +40,24 @@ from trimtab.runtime.run.emulated import (
     WallClock,
     emulated_settings,
 )
+from trimtab.runtime.run.transfer import STORED_BYTES, Packed, Packer, Stored, unpack
 
 if TYPE_CHECKING:  # worker processes import this module too
     from trimtab.machines.replan.events import ClusterChanged
     from trimtab.machines.replan.placed_plan import PlacedPlan
     from trimtab.model.plan import Plan
     from trimtab.model.workflow import Cluster, WeightSync, Workflow
+    from trimtab.plan.placement.order import GpuTurn
     from trimtab.runtime.run.folder import EmitEvent
     from trimtab.runtime.run.iteration import IterationRunner
     from trimtab.runtime.run.job import RunJob
 
 WITH_DATA = ("step", "weights")  # calls that return data beside their result
+CALL = "call"  # the span of a whole call, where it is executed
+BUCKET_OF = {"step": "compute", "weights": "sync_pack", "sync": "sync_load"}  # of a method; others have their name
+
+CallSpan = tuple[str, float, float]
+"""A bucket of the ledger (or `CALL`), and its seconds."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,38 @@ class ComponentStartSpec:
 
 @dataclass(frozen=True)
 class CallResult:
-    """Result of a call: its seconds, and a small plain value or the data."""
+    """Result of a call: the seconds of the component's method, and a small plain value or the data.
+
+    `spans` are on the clock of the process that executed it, the whole call first; an executor makes them seconds since
+    the call was sent.
+    """
 
     took_s: float = 0.0
     value: Any = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     fault: ComponentError | None = None
+    spans: tuple[CallSpan, ...] = ()
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds until it was over, once its spans are those since it was sent."""
+        return max((end for _, _, end in self.spans), default=0.0)
+
+
+def spans_since_sent(spans: Sequence[CallSpan], sent_s: float, received_s: float) -> tuple[CallSpan, ...]:
+    """Spans of a call as seconds since it was sent, with those of its messages.
+
+    Clocks of one machine agree; on another machine the call is taken to lie in the middle.
+    """
+    if not spans:
+        return (("calls", 0.0, received_s - sent_s),)
+    _, entered_s, left_s = spans[0]
+    shift_s = -sent_s
+    if entered_s < sent_s or left_s > received_s:
+        shift_s = max(0.0, (received_s - sent_s) - (left_s - entered_s)) / 2 - entered_s
+    inside = tuple((bucket, start + shift_s, end + shift_s) for bucket, start, end in spans[1:])
+    messages = ("calls", 0.0, entered_s + shift_s), ("calls", left_s + shift_s, received_s - sent_s)
+    return (*messages, *inside)
 
 
 class ComponentCalls:
@@ -81,6 +115,7 @@ class ComponentCalls:
         self._spec, self._place, self._clock = spec, spec.place, clock
         self._component: Any = None
         self._fault: ComponentError | None = None
+        self._spans: list[CallSpan] = []  # of the current call
 
     def make(self) -> CallResult:
         """Create the component; raises what its constructor does."""
@@ -98,92 +133,137 @@ class ComponentCalls:
 
     def step(self, iteration: int, index: int, of: int, *inputs: Any) -> tuple[CallResult, Any]:
         """Run a batch; returns the result and the data. `inputs` are those of `after`, or that of the run."""
-        data = dict(zip(self._spec.after, inputs, strict=True)) if len(inputs) > 1 else inputs[0]
         leads, given = self._place.rank == 0, None
 
         def run_step() -> CallResult:
             nonlocal given
             if self._place.emulated and not leads:
                 return CallResult()
-            began_s = self._clock.now()
-            output = self._component.step(Batch(iteration, index, of, data))
-            took_s = self._clock.now() - began_s
+            with self._timed("data"):
+                taken = [self.take(value) for value in inputs]
+            data = dict(zip(self._spec.after, taken, strict=True)) if len(taken) > 1 else taken[0]
+            with self._timed("compute"):
+                output = self._component.step(Batch(iteration, index, of, data))
+            took_s = self._last_s()
             result = checked(output, self._place.component, wanted_by=self._spec.wanted_by if leads else ())
-            given = result.data if leads and self._spec.wanted_by else None
-            return CallResult(took_s, metrics=result.metrics)
+            if leads and self._spec.wanted_by:
+                given = self.give(result.data, "data", "data")
+            metrics = result.metrics
+            with self._timed("data"):
+                del taken, data, output, result  # memory of this size takes time to free
+            return CallResult(took_s, metrics=metrics)
 
         return self.guarded("step", run_step), given
 
     def weights(self) -> tuple[CallResult, Any]:
         """The current weights, beside the time it took to get them."""
-        done = self._do("weights")
-        return replace(done, value=None), done.value
+        given = None
+
+        def get_weights() -> CallResult:
+            nonlocal given
+            with self._timed("sync_pack"):
+                weights = self._component.weights()
+            took_s = self._last_s()
+            given = self.give(weights, "sync_pack", "sync_move")
+            return CallResult(took_s)
+
+        return self.guarded("weights", get_weights), given
 
     def sync(self, weights: Any, version: int) -> CallResult:
-        return self._do("sync", weights, version)
+        def load_weights() -> CallResult:
+            taken = self.take(weights, for_sync=True)
+            return self._do("sync", taken, version)
+
+        return self.guarded("sync", load_weights)
 
     def resize(self, gpus: int, pace: Mapping[str, Any] | None) -> CallResult:
         if pace is not None and isinstance(self._component, PacedComponent):
             self._component.pace(**pace)
-        return self._do("resize", gpus)
+        return self._call("resize", gpus)
 
     def span(self, min_gpus: int, max_gpus: int) -> CallResult:
-        return self._do("span", min_gpus, max_gpus)
+        return self._call("span", min_gpus, max_gpus)
 
     def health(self) -> CallResult:
-        done = self._do("health")
+        done = self._call("health")
         if done.fault is None and done.value is not True:
             why = done.value if isinstance(done.value, str) else "health() did not return True"
             name = self._place.component
-            return CallResult(fault=ComponentError(name, "unhealthy", f"{name} is unhealthy: {why}"))
+            return replace(done, fault=ComponentError(name, "unhealthy", f"{name} is unhealthy: {why}"))
         return done
 
     def save(self, folder: str) -> CallResult:
         target = Path(folder) if self._place.world == 1 else Path(folder) / f"rank-{self._place.rank}"
         target.mkdir(parents=True, exist_ok=True)
-        return self._do("save", target)
+        return self._call("save", target)
 
     def load(self, folder: str) -> CallResult:
         """Restore the state of this rank; that of rank 0 if there were fewer ranks."""
         target = Path(folder) / f"rank-{self._place.rank}"
         if not target.is_dir():
             target = Path(folder) / "rank-0"
-        return self._do("load", target if target.is_dir() else Path(folder))
+        return self._call("load", target if target.is_dir() else Path(folder))
 
     def offload(self) -> CallResult:
-        return self._do("offload") if self._has("offload") else CallResult()
+        return self._call("offload") if self._has("offload") else CallResult()
 
     def onload(self) -> CallResult:
-        return self._do("onload") if self._has("onload") else CallResult()
+        return self._call("onload") if self._has("onload") else CallResult()
 
     def close(self) -> CallResult:
-        return self._do("close") if self._has("close") else CallResult()
+        return self._call("close") if self._has("close") else CallResult()
 
     def guarded(self, method: str, call: Callable[[], CallResult]) -> CallResult:
         """Call; a failure, also an earlier one of `make`, is returned."""
         if self._fault is not None:
             return CallResult(fault=self._fault)
-        name = self._place.component
+        name, entered_s = self._place.component, self._clock.now()
+        self._spans = []
         try:
-            return call()
+            result = call()
         except ComponentError as error:
             return CallResult(fault=error)
         except Exception as error:
+            if self.is_lost(error):
+                raise
             what = f"the {method} of {name} raised {error_text(error)}"
             fault = ComponentError(name, "raised", what, origin(error))
             fault.__cause__ = error
             return CallResult(fault=fault)
+        return replace(result, spans=((CALL, entered_s, self._clock.now()), *self._spans))
+
+    def give(self, value: Any, packs: str, moves: str) -> Any:
+        """The value as other components get it; time is booked to these buckets."""
+        return value
+
+    def take(self, value: Any, *, for_sync: bool = False) -> Any:
+        """What another component gave."""
+        return value
+
+    def is_lost(self, error: Exception) -> bool:
+        """Whether an error says that the data of another component is lost."""
+        return False
+
+    @contextmanager
+    def _timed(self, bucket: str) -> Iterator[None]:
+        began_s = self._clock.now()
+        yield
+        self._spans.append((bucket, began_s, self._clock.now()))
+
+    def _last_s(self) -> float:
+        _, start_s, end_s = self._spans[-1]
+        return end_s - start_s
 
     def _has(self, method: str) -> bool:
         return callable(getattr(self._component, method, None))
 
-    def _do(self, method: str, *arguments: Any) -> CallResult:
-        def timed() -> CallResult:
-            began = self._clock.now()
-            value = getattr(self._component, method)(*arguments)
-            return CallResult(self._clock.now() - began, value)
+    def _call(self, method: str, *arguments: Any) -> CallResult:
+        return self.guarded(method, lambda: self._do(method, *arguments))
 
-        return self.guarded(method, timed)
+    def _do(self, method: str, *arguments: Any) -> CallResult:
+        with self._timed(BUCKET_OF.get(method, method)):
+            value = getattr(self._component, method)(*arguments)
+        return CallResult(self._last_s(), value)
 
 
 class ComponentWorker(ComponentCalls):
@@ -193,18 +273,57 @@ class ComponentWorker(ComponentCalls):
         rank, world = int(os.environ.get("TRIMTAB_RANK", 0)), int(os.environ.get("TRIMTAB_WORLD_SIZE", 1))
         devices = visible_devices() or spec.place.devices
         super().__init__(replace(spec, place=replace(spec.place, rank=rank, world=world, devices=devices)), WallClock())
+        self._packer = Packer()
+        self._parked: CallSpan | None = None
+        self._unparked: CallSpan | None = None
         self._fault = self.guarded("make", self.make).fault
 
     def park(self) -> None:
+        began_s = self._clock.now()
         if self._has("offload"):
             self._component.offload()  # an error is the pool's to report
+        self._parked = "offload", began_s, self._clock.now()
 
     def unpark(self) -> None:
+        began_s = self._clock.now()
         if self._has("onload"):
             self._component.onload()
+        self._unparked = "onload", began_s, self._clock.now()
+
+    def turned(self, bucket: str) -> CallResult:
+        """The last offload or onload, which the pool has called."""
+        entered_s = self._clock.now()
+        span = self._parked if bucket == "offload" else self._unparked
+        return CallResult(spans=((CALL, entered_s, entered_s), *([span] if span is not None else [])))
 
     def cancel(self) -> None:
         self.close()
+
+    def give(self, value: Any, packs: str, moves: str) -> Any:
+        import ray
+
+        with self._timed(packs):
+            packed = self._packer.pack(value)
+        if packed.nbytes < STORED_BYTES:
+            return packed
+        with self._timed(moves):
+            return Stored(ray.put(packed))
+
+    def take(self, value: Any, *, for_sync: bool = False) -> Any:
+        import ray
+
+        if isinstance(value, Stored):
+            with self._timed("sync_move" if for_sync else "data"):
+                value = ray.get(value.reference)
+        if not isinstance(value, Packed):
+            return value  # of the run
+        with self._timed("sync_unpack" if for_sync else "data"):
+            return unpack(value, only_reads=for_sync)
+
+    def is_lost(self, error: Exception) -> bool:
+        from ray import exceptions
+
+        return isinstance(error, exceptions.ObjectLostError | exceptions.RayActorError)
 
 
 Placements = Mapping[str, tuple[tuple[str, int], ...]]
@@ -221,6 +340,8 @@ class ComponentLostError(UnreachableError):
 
 class Executor(ABC):
     """The components of one run, where they are, and how their actions run."""
+
+    is_virtual = False  # the timeline stands still during an action
 
     def nodes(self, requested: Cluster) -> Cluster:
         """The nodes for a job that requests these. Raises InfeasibleError."""
@@ -253,11 +374,25 @@ class Executor(ABC):
         """Call a method of `ComponentCalls`. Data in arguments and results may be references."""
 
     @abstractmethod
-    def offload(self, name: str) -> float:
-        """Release the GPUs of a component, before another that shares them is onloaded; returns seconds."""
+    def offload(self, name: str) -> CallResult:
+        """Release the GPUs of a component, before another that shares them is onloaded."""
 
     @abstractmethod
-    def onload(self, name: str) -> float: ...
+    def onload(self, name: str) -> CallResult: ...
+
+    def turn(self, action: GpuTurn) -> tuple[float, list[tuple[str, CallSpan]]]:
+        """Give shared GPUs to a component: seconds, and the offloads and onload in it with their components."""
+        spans: list[tuple[str, CallSpan]] = []
+        passed_s = 0.0
+        for name, switch in (*((name, self.offload) for name in action.offload), (action.component, self.onload)):
+            took_s = switch(name).took_s
+            spans.append((name, (switch.__name__, passed_s, passed_s + took_s)))
+            passed_s += took_s
+        return passed_s, spans
+
+    def late_spans(self) -> list[tuple[GpuTurn, str, CallSpan]]:
+        """Offloads and onloads of turns that are known only now, on the run's timeline, with their components."""
+        return []
 
     @abstractmethod
     def drive(
@@ -312,10 +447,10 @@ class Executor(ABC):
         """The current weights of a component; None if it has none to pass on."""
         return self.call(source, "weights") if self.has(source, "weights") else None
 
-    def sync(self, target: str, weights: CallResult | None, version: int) -> float:
+    def sync(self, target: str, weights: CallResult | None, version: int) -> CallResult | None:
         if weights is None or not self.has(target, "sync"):
-            return 0.0
-        return self.call(target, "sync", weights.value, version).took_s
+            return None
+        return self.call(target, "sync", weights.value, version)
 
     def sync_weights(self, sync: WeightSync | None, version: int) -> None:
         if sync is not None:

@@ -90,6 +90,7 @@ class IterationRunner:
         self._workflow = workflow
         self._checkpointer = checkpointer
         self._inputs = inputs
+        self._input_lock = threading.Lock()
         self._consumers = {
             c.name: sum(c.name in other.after for other in workflow.components) for c in workflow.components
         }
@@ -98,68 +99,94 @@ class IterationRunner:
 
     def perform(self, action: PlanAction, now_s: float) -> float:
         """Run an action that begins now; returns its seconds on the timeline, without those for saving."""
-        if isinstance(action, GpuTurn):
-            took_s = self._turn(action)
-        elif isinstance(action, WeightSyncStep):
-            took_s = self._sync(action)
-        else:
-            took_s = self._step(action, now_s)
         with self.lock:
-            self.measurements.add(action, now_s, took_s)
+            self.measurements.begin(action, now_s)
+        if isinstance(action, GpuTurn):
+            start_s, took_s = now_s, self._turn(action, now_s)
+        elif isinstance(action, WeightSyncStep):
+            start_s, took_s = now_s, self._sync(action, now_s)
+        else:
+            start_s, took_s = self._step(action, now_s)
+        with self.lock:
+            self.measurements.add(action, start_s, took_s)
         if (
             isinstance(action, BatchStep)
             and action.batch == self._workflow.batches - 1
             and self._checkpointer.is_due(action.iteration)
         ):
+            began_s = self.executor.now()
             self._checkpointer.save(self.executor, action.component, action.iteration)
-        return took_s
+            self.measurements.book("save", began_s, self.executor.now())
+        return start_s - now_s + took_s if self.executor.is_virtual else self.executor.now() - now_s
 
-    def _step(self, action: BatchStep, now_s: float) -> float:
-        with self.lock:
-            inputs = self._take_inputs(action)
-            held_weights, sync = None, self._workflow.weight_sync
-            if action.batch == 0 and sync is not None and sync.target == action.component:
+    def _step(self, action: BatchStep, now_s: float) -> tuple[float, float]:
+        """Run a batch; returns when its computing began, and the seconds of that."""
+        inputs = self._take_inputs(action)
+        held_weights, sync = None, self._workflow.weight_sync
+        if action.batch == 0 and sync is not None and sync.target == action.component:
+            with self.lock:
                 held_weights, self._held_weights = self._held_weights, None
-        held_s = self.executor.sync(action.component, *held_weights) if held_weights is not None else 0.0
+        if held_weights is not None:
+            now_s += self._call(now_s, lambda: self.executor.sync(action.component, *held_weights)).whole_s
         place = action.iteration, action.batch, self._workflow.batches
-        done = self.executor.call(action.component, "step", *place, *inputs)
+        sent_s = self._now(now_s)
+        done = self._call(now_s, lambda: self.executor.call(action.component, "step", *place, *inputs))
+        start_s = sent_s + min((start for bucket, start, _ in done.spans if bucket == "compute"), default=0.0)
         with self.lock:
             if self._consumers[action.component]:
                 key = action.component, action.iteration, action.batch
                 self._outputs[key] = done.value, self._consumers[action.component]
-            self.measurements.step(action, now_s + held_s, done.took_s, done.metrics)
-        return held_s + done.took_s
+            self.measurements.step(action, start_s, done.took_s, done.metrics)
+        return start_s, done.took_s
 
     def _take_inputs(self, action: BatchStep) -> list[Any]:
         """The inputs of a batch, or that of the run; outputs that all consumers have taken are dropped."""
         after = self._workflow.component(action.component).after
         if not after:
-            return [self._inputs(action.iteration, action.batch) if self._inputs is not None else None]
+            if self._inputs is None:
+                return [None]
+            began_s = self.executor.now()
+            with self._input_lock:
+                found = [self._inputs(action.iteration, action.batch)]
+            self.measurements.book("wait_input", began_s, self.executor.now())
+            return found
         found = []
-        for parent in after:
-            key = parent, action.iteration, action.batch
-            output, left = self._outputs.pop(key)
-            if left > 1:
-                self._outputs[key] = output, left - 1
-            found.append(output)
+        with self.lock:
+            for parent in after:
+                key = parent, action.iteration, action.batch
+                output, left = self._outputs.pop(key)
+                if left > 1:
+                    self._outputs[key] = output, left - 1
+                found.append(output)
         return found
 
-    def _turn(self, action: GpuTurn) -> float:
-        left = [(name, self.executor.offload(name)) for name in action.offload]
-        onload_s = self.executor.onload(action.component)
+    def _turn(self, action: GpuTurn, now_s: float) -> float:
+        took_s, spans = self.executor.turn(action)
         with self.lock:
-            for name, offload_s in left:
-                self.measurements.offloaded(name, action, offload_s)
-            self.measurements.onloaded(action, onload_s)
-        return sum(offload_s for _, offload_s in left) + onload_s
+            self.measurements.turned(action, now_s, took_s)
+            for name, (bucket, start, end) in spans:
+                self.measurements.switched(action, name, bucket, now_s + start, now_s + end)
+        return took_s
 
-    def _sync(self, action: WeightSyncStep) -> float:
+    def _sync(self, action: WeightSyncStep, now_s: float) -> float:
         """Send weights at once or, while the target is inside an iteration, when that ends."""
-        weights = self.executor.weights(action.source)
-        took_s = weights.took_s if weights is not None else 0.0
+        weights = self._call(now_s, lambda: self.executor.weights(action.source))
+        given = weights if weights.spans else None
         with self.lock:
-            self._held_weights = weights, action.iteration
+            self._held_weights = given, action.iteration
             if not self.order.is_between(action.target):
-                return took_s
+                return weights.whole_s
             self._held_weights = None
-        return took_s + self.executor.sync(action.target, weights, action.iteration)
+        synced = self._call(now_s + weights.whole_s, lambda: self.executor.sync(action.target, given, action.iteration))
+        return weights.whole_s + synced.whole_s
+
+    def _now(self, at_s: float) -> float:
+        """The present on the timeline; where that stands still during an action, `at_s`."""
+        return max(self.executor.now(), at_s)
+
+    def _call(self, at_s: float, call: Callable[[], CallResult | None]) -> CallResult:
+        """Make a call, and book its time."""
+        sent_s, done = self._now(at_s), call() or CallResult()
+        for bucket, start, end in done.spans:
+            self.measurements.book(bucket, sent_s + start, sent_s + end)
+        return done

@@ -110,9 +110,7 @@ def with_costs(
     costs: dict[str, list[tuple[int, float, float]]] = {}
     for iteration in iterations:
         for timing in iteration.components:
-            costs.setdefault(timing.component, []).append(
-                (timing.gpus, timing.busy_s, timing.offload_s + timing.onload_s)
-            )
+            costs.setdefault(timing.component, []).append((timing.gpus, timing.busy_s, timing.switch_s))
 
     def measured(component: Component) -> Component:
         if component.name not in names or component.name not in costs:

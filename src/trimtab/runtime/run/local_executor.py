@@ -78,6 +78,8 @@ class DeadlineCaller:
 class LocalExecutor(Executor):
     """Components in this process, and a clock that they are timed by."""
 
+    is_virtual = True
+
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock: Clock = clock if clock is not None else WallClock()
         self._caller = DeadlineCaller()
@@ -122,13 +124,15 @@ class LocalExecutor(Executor):
         result: CallResult = done
         if result.fault is not None:
             raise result.fault
-        return result
+        began_s = result.spans[0][1] if result.spans else 0.0
+        spans = tuple((bucket, start - began_s, end - began_s) for bucket, start, end in result.spans[1:])
+        return replace(result, spans=spans)
 
-    def offload(self, name: str) -> float:
-        return self.call(name, "offload").took_s
+    def offload(self, name: str) -> CallResult:
+        return self.call(name, "offload")
 
-    def onload(self, name: str) -> float:
-        return self.call(name, "onload").took_s
+    def onload(self, name: str) -> CallResult:
+        return self.call(name, "onload")
 
     def drive(
         self, runner: IterationRunner, poll: Callable[[], None], ended: Callable[[IterationRunner, float], None]

@@ -1,7 +1,7 @@
 """Measurements of a run: busy and wait time of each component per iteration, and the bars of its timeline.
 
 Times are on the plan's timeline. `busy_s` is the time of a component's steps only; `wait_s` is waiting for inputs with
-its GPUs at hand; offload and onload are counted apart.
+its GPUs at hand; offload, onload and the rest of a turn are counted apart. All timers book to the iteration's ledger.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from trimtab.core.ranks import ranks_text
 from trimtab.core.reasons import Reason
+from trimtab.model.ledger import TimedSpan, booked_seconds, ledger_summary
 from trimtab.model.plan import BarKind, Plan, TimelineBar
 from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import Workflow
@@ -35,6 +36,7 @@ class _ComponentTally:
     batches: int = 0
     offload_s: float = 0.0
     onload_s: float = 0.0
+    turn_s: float = 0.0
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -49,6 +51,15 @@ class RunMeasurements:
         self._sync_s: dict[int, float] = {}
         self._free_s = dict.fromkeys(workflow.names, now_s)  # since when each could have begun its next batch
         self._ended_s = now_s  # end of the last iteration
+        self._spans: list[TimedSpan] = []  # that end after it
+        self._running: dict[PlanAction, float] = {}  # since when
+
+    def book(self, bucket: str, start_s: float, end_s: float) -> None:
+        """Book time of the timeline to a bucket of the ledger. From any thread."""
+        self._spans.append(TimedSpan(bucket, start_s, end_s))
+
+    def begin(self, action: PlanAction, now_s: float) -> None:
+        self._running[action] = now_s
 
     def step(self, action: BatchStep, now_s: float, took_s: float, metrics: Mapping[str, float]) -> None:
         tally = self._tally(action.iteration, action.component)
@@ -62,16 +73,24 @@ class RunMeasurements:
             tally.metrics.setdefault(name, []).append(value)
         self._free_s[action.component] = now_s + took_s
 
-    def offloaded(self, component: str, action: GpuTurn, took_s: float) -> None:
-        """Count an offload. The last component of an iteration is offloaded in the next one."""
-        self._tally(action.iteration, component).offload_s += took_s
+    def turned(self, action: GpuTurn, start_s: float, took_s: float) -> None:
+        self._tally(action.iteration, action.component).turn_s += took_s
+        self.book("wait_turn", start_s, start_s + took_s)
 
-    def onloaded(self, action: GpuTurn, took_s: float) -> None:
-        self._tally(action.iteration, action.component).onload_s += took_s
+    def switched(self, action: GpuTurn, component: str, bucket: str, start_s: float, end_s: float) -> None:
+        """Count an offload or onload in a turn. The last component of an iteration is offloaded in the next one."""
+        tally, turning = self._tally(action.iteration, component), self._tally(action.iteration, action.component)
+        if bucket == "offload":
+            tally.offload_s += end_s - start_s
+        else:
+            tally.onload_s += end_s - start_s
+        turning.turn_s = max(0.0, turning.turn_s - (end_s - start_s))
+        self.book(bucket, start_s, end_s)
 
     def add(self, action: PlanAction, now_s: float, took_s: float) -> None:
         """Add an action of any kind to the timeline."""
         end_s = now_s + took_s
+        self._running.pop(action, None)
         if isinstance(action, GpuTurn):
             self._free_s[action.component] = end_s
         if not took_s:
@@ -107,8 +126,18 @@ class RunMeasurements:
                 means = {key: float(np.mean(values)) for key, values in tally.metrics.items()}
                 metrics[name] = {key: finite_or_none(mean) for key, mean in means.items()}
         wall_s = max(0.0, now_s - self._ended_s)
+        # Spans of what goes on are known when it ends: a step counts as computing until then.
+        running = [
+            TimedSpan("compute" if isinstance(action, BatchStep) else "calls", since_s, now_s)
+            for action, since_s in self._running.items()
+        ]
+        booked = {
+            bucket: round(booked_s, 6)
+            for bucket, booked_s in booked_seconds([*self._spans, *running], self._ended_s, now_s).items()
+        }
         self._ended_s = max(self._ended_s, now_s)
-        iteration = Iteration(number, wall_s, tuple(measured), extra)
+        self._spans = [span for span in self._spans if span.end_s > self._ended_s]
+        iteration = Iteration(number, wall_s, tuple(measured), extra, booked)
         return iteration, metrics, self._sync_s.pop(number, 0.0), self._bars.pop(number, [])
 
     def _tally(self, iteration: int, component: str) -> _ComponentTally:
@@ -156,10 +185,11 @@ def summary_facts(
             "predicted_s": placed.seconds,
             **{
                 key: float(np.median([getattr(m, key) for m in mine])) if mine else None
-                for key in ("busy_s", "wait_s", "offload_s", "onload_s")
+                for key in ("busy_s", "wait_s", "offload_s", "onload_s", "turn_s")
             },
         }
     names = sorted({(name, key) for by in metrics.values() for name, figures in by.items() for key in figures})
+    ledger = ledger_summary([(iteration.wall_s, iteration.booked) for iteration in under])
     error = measured_s / plan.iteration_seconds - 1 if measured_s is not None and plan.iteration_seconds else None
     return {
         "state": state,
@@ -170,6 +200,7 @@ def summary_facts(
         "predicted_s": plan.iteration_seconds,
         "measured_s": measured_s,
         "prediction_error": error,
+        "ledger": None if ledger is None else {**ledger.shares, "unbooked": ledger.unbooked},
         "components": components,
         "metrics": {f"{name}.{key}": _course(metrics, name, key) for name, key in names},
     }

@@ -212,11 +212,7 @@ def _switch_s(past: RunHistory, component: Component) -> float:
     for iteration in past.iterations:
         groups = past.plans.get(iteration.number, {}).get("groups", ())
         if any(component.name in group["components"] and len(group["components"]) > 1 for group in groups):
-            took += [
-                timing.offload_s + timing.onload_s
-                for timing in iteration.components
-                if timing.component == component.name
-            ]
+            took += [timing.switch_s for timing in iteration.components if timing.component == component.name]
     return median(took[-NEWEST:]) if took else component.switch_seconds
 
 

@@ -29,7 +29,7 @@ from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.plan import Plan
 from trimtab.model.pool import ENDED, TaskState
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
-from trimtab.plan.placement.order import PlanAction
+from trimtab.plan.placement.order import GpuTurn, PlanAction
 from trimtab.runtime.client.connection import ControllerListener, KnownTasks
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task, TaskError, TaskTimeoutError
@@ -39,12 +39,14 @@ from trimtab.runtime.run.component import ComponentError, error_text, find_class
 from trimtab.runtime.run.executor import (
     WITH_DATA,
     CallResult,
+    CallSpan,
     ComponentLostError,
     ComponentStartSpec,
     ComponentWorker,
     Executor,
     Placements,
     hung_error,
+    spans_since_sent,
 )
 from trimtab.runtime.run.folder import EmitEvent
 from trimtab.runtime.run.iteration import IterationRunner
@@ -59,6 +61,7 @@ FEW_NODES = 8  # up to which warm processes are kept on each, so that a migratio
 WARM_EACH = 2
 LONG_POLL_S = 0.5  # long poll
 POLL_PAUSE_S = 0.2  # between two polls: turns of components are updates too, many in a second
+LATE_S = 0.1  # to wait for times of offloads and onloads, which are long over
 RETRY_S = 1.0  # after a failed poll
 
 
@@ -242,6 +245,7 @@ class RayExecutor(Executor):
         self._lost_tasks: dict[str, str] = {}  # task: reason, as soon as it is reported
         self._lost_nodes = False  # since all components were created
         self._made = 0
+        self._turns: list[tuple[GpuTurn, str, float, float, Any]] = []  # from, to, reference to what was done in it
 
     @property
     def pool(self) -> Pool:
@@ -370,8 +374,10 @@ class RayExecutor(Executor):
                         raise fault
                     with runner.lock:
                         runner.order.end(action)
+                began_s = self.now()
                 poll()
                 ended(runner, now_s)
+                runner.measurements.book("run", began_s, self.now())
             except BaseException:
                 self.end()  # so that nothing waits in vain
                 end = time.monotonic() + ACTIONS_END_S
@@ -480,17 +486,44 @@ class RayExecutor(Executor):
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
-    def offload(self, name: str) -> float:
+    def offload(self, name: str) -> CallResult:
         """Nothing to do: taking a turn parks the component before."""
-        return 0.0
+        return CallResult()
 
-    def onload(self, name: str) -> float:
+    def onload(self, name: str) -> CallResult:
         """Take the turn on shared GPUs; the seconds include the offload of the component before."""
         if name not in self._shared and name not in self._shared.values():
-            return 0.0
+            return CallResult()
         began = time.perf_counter()
         self._take_turn(name)
-        return time.perf_counter() - began
+        return CallResult(time.perf_counter() - began)
+
+    def turn(self, action: GpuTurn) -> tuple[float, list[tuple[str, CallSpan]]]:
+        """What the components did in it is fetched beside the next action: `late_spans`."""
+        began_s = self.now()
+        took_s = self.onload(action.component).took_s
+        with contextlib.suppress(TrimtabError):
+            for name, bucket in (*((name, "offload") for name in action.offload), (action.component, "onload")):
+                reference = self._tasks[name].begin("turned", bucket, timeout=self._job.place_limit_s)[0]
+                self._turns.append((action, name, began_s, began_s + took_s, reference))
+        return took_s, []
+
+    def late_spans(self) -> list[tuple[GpuTurn, str, CallSpan]]:
+        found, self._turns = self._turns, []
+        ready = {}
+        if found:
+            references = [reference for *_, reference in found]
+            done, _ = self._session._ray.wait(references, num_returns=len(references), timeout=LATE_S)
+            with contextlib.suppress(Exception):  # of a lost component
+                ready = dict(zip(done, self._session._ray.get(done), strict=True))
+        spans = []
+        for action, name, began_s, ended_s, reference in found:
+            for bucket, start, end in ready[reference].spans[1:] if reference in ready else ():
+                start_s, end_s = start - self._began, end - self._began
+                if start_s < began_s or end_s > ended_s:  # the clock of another machine
+                    start_s, end_s = began_s, min(ended_s, began_s + end - start)
+                spans.append((action, name, (bucket, start_s, end_s)))
+        return spans
 
     def _take_turn(self, name: str) -> None:
         task = self._tasks[name]
@@ -501,10 +534,10 @@ class RayExecutor(Executor):
             raise ComponentLostError(name, f"{name} cannot have its turn: {error.what}") from error
 
     def call(self, name: str, method: str, *arguments: Any) -> CallResult:
-        """Call all workers of a component. Data is a reference to that of the first; a sync includes its transfer."""
+        """Call all workers of a component. Data is a reference to that of the first."""
         from ray import exceptions
 
-        task, began, data = self._tasks[name], time.perf_counter(), None
+        task, sent_s, data = self._tasks[name], time.perf_counter(), None
         try:
             returns = 2 if method in WITH_DATA else 1
             references = task.begin(method, *arguments, timeout=self._job.place_limit_s, returns=returns)
@@ -525,8 +558,10 @@ class RayExecutor(Executor):
         for result in results:
             if result.fault is not None:
                 raise result.fault
-        took_s = time.perf_counter() - began if method == "sync" else max(result.took_s for result in results)
-        return replace(results[0], took_s=took_s, value=results[0].value if data is None else data)
+        received_s = time.perf_counter()
+        spans = tuple(span for result in results for span in spans_since_sent(result.spans, sent_s, received_s))
+        took_s = max(result.took_s for result in results)
+        return replace(results[0], took_s=took_s, value=results[0].value if data is None else data, spans=spans)
 
     def _fetch(self, name: str, task: Task, method: str, references: list[Any]) -> list[CallResult]:
         """Results of the calls. Ray needs up to 15 s to notice a lost node; reported losses are seen sooner."""

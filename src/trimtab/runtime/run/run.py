@@ -310,10 +310,14 @@ class Run:
     def _iteration_done(self, runner: IterationRunner, number: int, now_s: float) -> None:
         """Report an iteration. Only this thread begins actions, so idle components stay idle; others may end."""
         idle = tuple(name for name in self._workflow.names if runner.order.is_idle(name))
+        began_s = self._executor.now()
         self._executor.check_health(idle)
+        runner.measurements.book("health", began_s, self._executor.now())
         is_due = self._checkpointer.is_due(number)
         extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # not if every iteration has one
         with runner.lock:
+            for action, name, switch in self._executor.late_spans():
+                runner.measurements.switched(action, name, *switch)
             iteration, metrics, sync_s, bars = runner.measurements.ended(number, now_s, extra)
         here = time.perf_counter()
         self._here_s[number], self._here = here - self._here, here
@@ -327,7 +331,9 @@ class Run:
             bars=bars_facts(bars),
         )
         if is_due:  # after the event is written: a checkpoint is never ahead of the event log
+            began_s = self._executor.now()
             self._checkpointer.complete(self._executor, number)
+            runner.measurements.book("save", began_s, self._executor.now())
             self._save_replanner()
         if self._on_iteration is not None:
             self._on_iteration(iteration, metrics)

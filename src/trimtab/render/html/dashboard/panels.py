@@ -16,10 +16,10 @@ from trimtab import __version__
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.dashboard.board import RECENT, LiveTimeline, RunBoard, SubjectStatus
 from trimtab.render.html.kit import page
-from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, share
+from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, ledger_text, share
 from trimtab.render.html.kit.page import Row, Tile, table_row, why_of
 from trimtab.render.html.kit.svg import asset
-from trimtab.render.html.run.figures import metric_names
+from trimtab.render.html.run.figures import ledger, metric_names
 from trimtab.render.html.run.report import MOVE_LOOKS, change_of, metric_curve, predicted_curves, reward_tiles
 from trimtab.render.html.run.story import RunStory
 
@@ -157,6 +157,9 @@ def _components(board: RunBoard) -> str:
             ]
         )
     note = f"<p>Medians of the last {RECENT} iterations.</p>" if len(board.story.done) > RECENT else ""
+    if (spent := ledger(board.story, RECENT)) is not None:
+        css = ' class="warn"' if spent.warns else ""
+        note += f"<p{css}>An iteration's time: {ledger_text(spent)}.</p>"
     heads = ("Component", "GPUs", "Planned", "Own time", "Waits", "GPUs idle")
     return note + _table("Components", heads, rows, range(2, 6))
 

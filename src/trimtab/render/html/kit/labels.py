@@ -12,6 +12,8 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 
+from trimtab.model.ledger import BUCKETS, LedgerSummary
+
 # XML allows no control characters and no surrogates; direction marks would reorder adjacent text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 _UNPRINTABLE_IN_BLOCKS = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
@@ -19,6 +21,7 @@ _JOINERS = "\u200d\ufe0e\ufe0f"
 
 _STEPS_S = (60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _LESS_THAN_A_TICK = 1e-9
+_LEAST_SHARE = 0.005  # of an iteration, in words
 
 
 def escape(text: str) -> str:
@@ -91,6 +94,13 @@ def share(part: float) -> str:
     """A share as a percentage without false precision."""
     percent = round(100 * part, 1)
     return f"{percent:.0f} %" if abs(percent) >= 10 or percent == round(percent) else f"{percent:.1f} %"
+
+
+def ledger_text(ledger: LedgerSummary, limit: int = 5) -> str:
+    """The largest shares of an iteration's wall time, and what is unbooked."""
+    largest = sorted(ledger.shares.items(), key=lambda item: -item[1])[:limit]
+    parts = [f"{BUCKETS[bucket]} {share(part)}" for bucket, part in largest if part >= _LEAST_SHARE]
+    return ", ".join([*parts, f"unbooked {share(ledger.unbooked)}"])
 
 
 def known(value: float | None, render: Callable[[float], str] = duration, otherwise: str = "–") -> str:

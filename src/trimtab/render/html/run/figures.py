@@ -1,4 +1,4 @@
-"""Statistics of a run's story (idle shares, medians, metric series), and the run in at most ten lines.
+"""Statistics of a run's story (idle shares, medians, metric series), and the run in at most eleven lines.
 
 `idle` is defined as in plans: the share of an iteration in which the GPUs of a component do nothing; for a CPU
 component, in which it does nothing.
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from statistics import fmean, median
 
-from trimtab.render.html.kit.labels import counted, duration, share
+from trimtab.model.ledger import UNBOOKED_WARNING, LedgerSummary, ledger_summary
+from trimtab.render.html.kit.labels import counted, duration, ledger_text, share
 from trimtab.render.html.run.story import ReportDecision, ReportIteration, ReportMigration, RunStory, finite
 from trimtab.render.html.run.timeline import RunChart, run_chart
 
@@ -100,7 +101,7 @@ def costs(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> list[Rep
                 plan.costs_s.get(name) if plan is not None and known else None,
                 _median([m.busy_s for m in last]),
                 _median([m.wait_s for m in last]),
-                _median([m.offload_s + m.onload_s for m in last]),
+                _median([m.switch_s for m in last]),
                 fmean(shares) if shares else None,
                 _drift([(m.gpus, m.busy_s) for _, m in mine]),
             )
@@ -127,6 +128,20 @@ def _drift(course: list[tuple[int, float]]) -> float | None:
     count = max(3, len(longest) // _TENTH)
     start = median(longest[1 : 1 + count])  # the first iteration warms up
     return median(longest[-count:]) / start if start > 0 else None
+
+
+def ledger(story: RunStory, newest: int | None = None) -> LedgerSummary | None:
+    """Where the wall time of iterations went, those with periodic work left out."""
+    usual = [record.iteration for record in story.iterations if not record.iteration.extra]
+    return ledger_summary([(each.wall_s, each.booked) for each in usual[-(newest or len(usual)) :]])
+
+
+def _ledger_words(story: RunStory) -> str:
+    found = ledger(story)
+    if found is None:
+        return ""
+    warning = f" More than {share(UNBOOKED_WARNING)} is unbooked: its cause is unknown." if found.warns else ""
+    return f"An iteration's time: {ledger_text(found)}.{warning}"
 
 
 def errors(story: RunStory) -> list[tuple[int, float]]:
@@ -195,7 +210,7 @@ def group_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecisio
     return out
 
 
-MAX_LINES = 10
+MAX_LINES = 11
 _UNLIKE = 0.1  # process clock and timeline differ by more than this share
 _DRIFTED = 0.1
 
@@ -209,6 +224,7 @@ def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], met
         _moves(story.moves),
         _decisions(story),
         _prediction(story),
+        _ledger_words(story),
         _drift_text(costs),
         _idle(chart, costs),
         _others(story),

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from trimtab.core.ranks import ranks_text
+from trimtab.model.ledger import BUCKETS
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import counted, duration, escape, known, listed, share
 from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
@@ -27,6 +28,7 @@ MOVE_LOOKS = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}
 """Style of the state of a move."""
 
 _MAX_ROWS = 150
+_UNBOOKED = "unbooked"
 _NUMBERS = {
     "iteration_s": "an iteration now", "new_iteration_s": "of the other plan", "gain_s": "gain per iteration",
     "sure_gain_s": "of which certain", "horizon": "iterations considered", "cost_s": "cost of the move",
@@ -55,6 +57,7 @@ def run_report(story: RunStory, *, title: str, command: str | None, metrics: Seq
         ),
         _decisions(story),
         predicted_section(story),
+        ledger_section(story),
         costs_section(story, spent),
         idle_section(story, idle),
         metrics_section(story, names, metrics),
@@ -320,6 +323,18 @@ def predicted_section(story: RunStory) -> str:
         return ""
     lede, drawn = predicted_curves(story)
     return page.section("predicted", "Predicted against measured", lede, page.card(drawn))
+
+
+def ledger_section(story: RunStory) -> str:
+    """What the wall time of iterations was spent on."""
+    ledger = figures.ledger(story)
+    if ledger is None:
+        return ""
+    rows = [[label, share(ledger.shares[bucket])] for bucket, label in BUCKETS.items() if bucket in ledger.shares]
+    rows.append([f'<span class="warn">{_UNBOOKED}</span>' if ledger.warns else _UNBOOKED, share(ledger.unbooked)])
+    lede = "Median shares of an iteration's wall time. What runs beside a component's step counts as compute."
+    table = page.table("Where the time went", ("Bucket", "Share"), rows, numeric=(1,))
+    return page.section("ledger", "Where the time went", lede, page.card(table))
 
 
 def costs_section(story: RunStory, spent: list[figures.ReportCost]) -> str:
