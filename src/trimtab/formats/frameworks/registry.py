@@ -9,14 +9,17 @@ from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ConfigReader
 from trimtab.formats.frameworks.nemo_rl import NemoRl
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
+from trimtab.formats.frameworks.prime_rl import PrimeRl
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.roll import Roll
 from trimtab.formats.frameworks.trl import Trl
+from trimtab.formats.frameworks.skyrl import SkyRl
+from trimtab.formats.frameworks.slime import Slime
 from trimtab.formats.frameworks.verl import Verl
 
 # In the order in which a config is compared with them.
 FRAMEWORKS: Mapping[str, type[FrameworkConfig]] = {
-    kind.NAME: kind for kind in (Rlinf, Verl, NemoRl, OpenRlhf, Areal, Roll, Trl)
+    kind.NAME: kind for kind in (Rlinf, Verl, NemoRl, OpenRlhf, Areal, Roll, Trl, Slime, SkyRl, PrimeRl)
 }
 
 
