@@ -12,9 +12,9 @@ from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.frameworks.prime_rl import PrimeRl
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.roll import Roll
-from trimtab.formats.frameworks.trl import Trl
 from trimtab.formats.frameworks.skyrl import SkyRl
 from trimtab.formats.frameworks.slime import Slime
+from trimtab.formats.frameworks.trl import Trl
 from trimtab.formats.frameworks.verl import Verl
 
 # In the order in which a config is compared with them.
