@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 # A test run starts some thousand Python processes: modules are compiled once and not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types tests bench coverage test-long test-engines test-frameworks clean
+.PHONY: setup demo test lint types tests docs bench coverage test-long test-engines test-frameworks clean
 
 setup: $(STAMP)
 
@@ -20,13 +20,16 @@ demo: setup
 	@$(BIN)/trimtab demo
 
 test: lint
-	@$(MAKE) --no-print-directory -j 2 types tests
+	@$(MAKE) --no-print-directory -j 2 types docs tests
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/python tools/house.py
 
 types: setup
 	@nice -n 19 $(BIN)/mypy
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --quiet --strict
 
 tests: setup
 	@tools/install-browser
