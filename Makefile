@@ -29,7 +29,7 @@ types: setup
 	@nice -n 19 $(BIN)/mypy
 
 docs: setup
-	@NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --quiet --strict
+	@mkdir -p out; NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --strict >out/docs.log 2>&1 || { cat out/docs.log; exit 1; }
 
 tests: setup
 	@tools/install-browser

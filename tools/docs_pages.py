@@ -234,7 +234,7 @@ def _linked(source: Path) -> Iterator[tuple[str, Path]]:
     for target in LINK.findall(re.sub(r"```.*?```", "", source.read_text(encoding="utf-8"), flags=re.DOTALL)):
         path = Path(os.path.normpath(source.parent / target))
         path = path / "README.md" if path.is_dir() else path
-        if path.is_file() and (FILES in source.parents or not path.is_relative_to(FILES)):
+        if path.is_file() and not (FILES in source.parents and FILES in path.parents):
             yield target, path
 
 
