@@ -282,3 +282,20 @@ def test_every_time_of_a_rollout_file_has_a_range(text: str, key: str) -> None:
     with pytest.raises(InputError) as refused:
         read(f"rollout:\n  {text}\n")
     assert key in (refused.value.where or "")
+
+
+@pytest.mark.parametrize(
+    ("engines", "block", "policy"),
+    [
+        ("{command: [serve, '{port}'], count: 2}", "{max_workers: 2}", "predictive"),
+        ("{command: [serve, '{port}'], count: 2}", "{max_workers: 2, policy: threshold}", "threshold"),
+        ("{url: 'http://127.0.0.1:8000'}", "{max_workers: 2}", "threshold"),
+    ],
+)
+def test_engines_that_trimtab_starts_are_scaled_by_what_it_learns_unless_a_policy_is_named(
+    engines: str, block: str, policy: str
+) -> None:
+    found = rollout_file.from_text(f"rollout: {{engines: [{engines}]}}\nelastic_config: {block}\n", Path("job.yaml"))
+    assert found.elastic.policy == policy
+    said = [warning for warning in found.remarks() if "goes back" in warning]
+    assert len(said) == (policy == "predictive")

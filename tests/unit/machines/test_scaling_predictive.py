@@ -120,6 +120,29 @@ def test_until_waking_has_been_measured_one_idle_worker_sleeps_and_is_woken_at_o
     assert set(wanted) == {4}
 
 
+def test_where_none_runs_empty_in_a_step_waking_is_measured_in_the_first_pause() -> None:
+    looks = Looks(costs=SleepCosts())
+    assert [looks.look(load) for load in (30, 28, 26)] == [4] * 3
+    assert looks.look(0, idle=4) == 3
+    assert looks.look(0, idle=3) == 4
+    assert {looks.look(0, idle=4) for _ in range(50)} == {4}
+    looks.costs = MEASURED
+    assert [looks.look(load) for load in (30, 28, 26)] == [4] * 3
+    assert looks.look(0, idle=4) == 1
+
+
+def test_bursts_of_unlike_sizes_with_short_pauses_are_a_stream_and_steps_of_like_sizes_are_not() -> None:
+    def after(*loads: int) -> int:
+        looks = Looks()
+        for load in loads:
+            looks.look(load, after_s=5.0)
+            looks.look(0, idle=looks.active)
+        return min(looks.look(1, idle=3, after_s=60.0) for _ in range(10))
+
+    assert after(2, 1, 4, 1, 3, 1, 2, 1) == 1
+    assert after(*[30, 29, 31, 30] * 2) == 4
+
+
 def test_workers_wait_for_as_long_as_going_and_coming_takes_where_more_came_in_a_step_before() -> None:
     looks = Looks()
     looks.step(pause_s=60)

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from trimtab.cli.options import FormatOption, not_installed
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
-from trimtab.render.output import Format, answer, warn
+from trimtab.render.output import Format, answer, err, warn
 
 if TYPE_CHECKING:
     from trimtab.cli.rollout.client import GatewayClient
@@ -74,6 +74,8 @@ def serve(
         settings = replace(settings, rules=replace(settings.rules, resume_every=tokens, resume_every_s=seconds))
     for sentence in settings.warnings():
         warn(sentence)
+    for sentence in settings.remarks():
+        err.print(sentence, markup=False)
     served = _import_serve()
     status = asyncio.run(served.serve(settings, host=host, port=port, token_file=token_file))
     if status:

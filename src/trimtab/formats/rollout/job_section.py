@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +36,10 @@ ACTION_MARGIN_S = 30.0
 DEFAULT_LIMIT = 64
 MINIMAL = f"{SECTION}: {{engines: ['http://127.0.0.1:8000']}}"
 
+# Steps of a training are no longer with it than with all engines, which `threshold` cannot say.
+OWNED_POLICY = "predictive"
+_BACK = "`policy: threshold` in elastic_config goes back to thresholds, `policy: static` keeps all engines"
+
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -46,6 +50,7 @@ class RolloutSettings:
     rules: RolloutRules
     elastic: ElasticConfig
     has_elastic_config: bool  # the file has an elastic_config block
+    policy_by_default: bool = False  # it names no policy, and has engines that trimtab starts
 
     @property
     def path(self) -> Path:
@@ -68,6 +73,12 @@ class RolloutSettings:
         """All engines; None: as many as fit on the nodes."""
         counts = [engine.workers for engine in self.engines]
         return None if None in counts else sum(count or 0 for count in counts)
+
+    def remarks(self) -> list[str]:
+        """Sentences on what was chosen for the user."""
+        if not (self.has_elastic_config and self.policy_by_default):
+            return []
+        return [f"engines are scaled by the policy {self.elastic.policy}, the default for those started here; {_BACK}"]
 
     def warnings(self) -> list[str]:
         """Sentences on settings that are valid but probably not intended."""
@@ -117,12 +128,16 @@ def from_data(data: Any, source: Source) -> RolloutSettings:
         raise _no_section(data, source.name)
     section = sections.read(ServedFile, data, source).rollout
     elastic = elastic_config_file.from_data(data, source)
+    chosen = isinstance(block := data.get(elastic_config_file.BLOCK), Mapping) and "policy" in block
+    owned = any(isinstance(engine, StartedEngines) for engine in section.engines)
+    if elastic is not None and owned and not chosen:
+        elastic = replace(elastic, policy=OWNED_POLICY)
     if elastic is not None:
         with source.located(elastic_config_file.BLOCK):
             scaling.policy_of(elastic)
     with source.located(SECTION, "rules"):
         rules = _rules(section, elastic)
-    return RolloutSettings(source, section, rules, elastic or STATIC, elastic is not None)
+    return RolloutSettings(source, section, rules, elastic or STATIC, elastic is not None, owned and not chosen)
 
 
 def _no_section(data: Any, name: str) -> InputError:

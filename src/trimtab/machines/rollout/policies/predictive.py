@@ -6,7 +6,8 @@ before the next step. A stream has no end (`trimtab.machines.rollout.policies.st
 minutes needed.
 
 What must never happen: an answer of a step is slowed down by packing it with others; prompts of a step find workers
-asleep because of a pause length that was never observed; a worker is released on a stale or missing sample.
+asleep because of a pause length that was never observed (but for the one that measures, once, how long waking takes); a
+worker is released on a stale or missing sample.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SPREAD = 0.1  # relative spread of pauses: the prior, with the weight of one obs
 SURE = 3.0  # standard deviations: a shorter pause than expected costs far more than early workers
 RISES = 5  # rises of the load after a begin that make it a stream ...
 LONG = 3.0  # ... if it lasts this many times as long as observed steps
+BURSTS, UNLIKE = 4, 2.0  # this many loads, the largest so many times the smallest, with short pauses: a stream too
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class LoadPattern:
     late: bool = False  # more arrived after the begin of a step
     steps: tuple[float, ...] = ()  # durations, the latest last
     pauses: tuple[float, ...] = ()  # between steps, the latest last
+    peaks: tuple[int, ...] = ()  # requests of the last loads, the latest last
     probed: bool = False  # a worker was put to sleep to measure it
     idle: tuple[tuple[float, int], ...] = ()  # time, idle workers
     rose: bool = False  # the current load looks like a stream
@@ -63,11 +66,20 @@ class LoadPattern:
         if load > 0 and self.begun is not None:
             return known._goes_on(self.load, now, max(BEGIN_S, 2 * interval_s))
         if self.load > 0 and self.begun is not None:  # it is over
+            known = replace(known, begun=None, peaks=(*self.peaks, self.first)[-KEPT:])
             if self.rose:
-                return replace(known, begun=None, ended=None, pauses=(), steps=(), streams=True)
+                return replace(known, ended=None, pauses=(), steps=(), streams=True)
             steps = (*self.steps, now - self.begun)[-KEPT:]
-            return replace(known, begun=None, ended=now, steps=steps, streams=False)
+            return replace(known, ended=now, steps=steps, streams=known._bursts(rent_s))
         return known
+
+    def _bursts(self, rent_s: float) -> bool:
+        """Loads of unlike sizes, with pauses in which no worker could sleep: a stream that touches zero, and no steps.
+
+        Steps of a training have like numbers of prompts.
+        """
+        unlike = len(self.peaks) >= BURSTS and max(self.peaks) >= UNLIKE * min(self.peaks)
+        return unlike and bool(self.pauses) and fmean(self.pauses) < rent_s
 
     def _goes_on(self, before: int, now: float, begin_s: float) -> LoadPattern:
         begun = self.begun if self.begun is not None else now
@@ -178,12 +190,12 @@ def _in_stream(state: PolicyState, sample: LoadSample, stream_memory: StreamMemo
 
 
 def _probe(pattern: LoadPattern, sample: LoadSample) -> tuple[int, str]:
-    """Measure instead of guess: in the tail of a step an idle worker sleeps and is woken at once."""
+    """Measure instead of guess: an idle worker of a tail, or of the first pause, sleeps and is woken at once."""
     if sample.draining_workers or (pattern.probed and sample.serving >= sample.max_workers):
         return sample.serving, "how long waking takes is not known yet"
     if sample.serving < sample.max_workers:
         return sample.max_workers, "a sleeping worker is needed"
-    if not sample.idle or not sample.load or sample.queued:
+    if not sample.idle or sample.queued or (not sample.load and pattern.ended is None):
         return sample.serving, "how long waking takes is not known yet"
     return sample.serving - 1, "an idle worker sleeps and wakes once to measure how long that takes"
 
