@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError
+from trimtab.formats import yaml_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
+from trimtab.formats.launch import flags
+from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, Wait, number
@@ -40,6 +43,8 @@ HELPERS: Mapping[str, tuple[str, ...]] = {
 
 _OLD = "allocation_mode"
 _STALENESS = "rollout.max_head_offpolicyness"
+_LAUNCHERS = ("areal.infra.launcher", "areal.launcher")
+_OVERRIDE = re.compile(r"[~+]{0,2}[A-Za-z_][\w.@/]*=|~[A-Za-z_]")
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
@@ -226,6 +231,23 @@ class Areal(FrameworkConfig):
         return (
             "generation without training" if reader.has("rollout") else "training without a rollout (SFT or the like)"
         )
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        """`python train.py --config FILE key=value ...`, also behind AReaL's launchers: the file tells whose it is."""
+        (config,) = flags.flag_words(launch.arguments).get("config", ())[:1] or ("",)
+        own = launch.runs(*(f"{name}.{how}" for name in _LAUNCHERS for how in ("local", "ray", "slurm")))
+        if not config or not (own or (launch.program[-1:] and launch.program[-1].endswith(".py"))):
+            return None
+        path = launch.find(config)
+        if path is None:
+            if own or "areal" in launch.module:
+                raise launch.error(f"the config {config} is not there", "give the folder that it is started in")
+            return None
+        data = yaml_text.parse(yaml_text.read_text(path), str(path)) if path.suffix in (".yaml", ".yml") else None
+        if not isinstance(data, Mapping) or not {"experiment_name", "trial_name"} <= set(data):
+            return None
+        return ConfigSource(path, tuple(word for word in launch.arguments if _OVERRIDE.match(word)))
 
     @classmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:

@@ -18,13 +18,16 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
+from trimtab.formats.launch import flags
+from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, number
@@ -35,6 +38,7 @@ from trimtab.model.workflow import Component, Profile, Variant
 _PER_NODE = 8  # ROLL's default
 _ASYNC = "async_generation_ratio"
 _ACCUMULATION = "gradient_accumulation_steps"
+_START_FLAGS = (("config_path", "config"), ("config_name", "sppo_config"))
 
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
@@ -116,8 +120,12 @@ class Roll(FrameworkConfig):
         self.judges = judges(reader)
         busy = {*self.train, *self.rollout, *(self.ref if "ref" in self.costs else ())}
         self.inside = tuple(key for key, gpus in self.judges.items() if busy & set(gpus))
-        kept = sum(len(set(gpus)) for key, gpus in self.judges.items() if key not in self.inside)
-        self.cluster = common.without(self._machines(busy | set(itertools.chain(*self.judges.values()))), kept)
+        others = [gpus for key, gpus in self.judges.items() if key not in self.inside]
+        if "ref" not in self.costs and busy.isdisjoint(self.ref):
+            others.append(self.ref)
+        self.kept = frozenset(itertools.chain(*others))  # GPUs of roles that are no part of the plan
+        machines = self._machines(busy | self.kept | set(itertools.chain(*self.judges.values())))
+        self.cluster = common.without(machines, len(self.kept))
         self.batches = reader.count("rollout_batch_size", 128)
         self.staleness = math.ceil(self.ratio)
 
@@ -139,6 +147,24 @@ class Roll(FrameworkConfig):
         if trains and not infers:
             return "training on preferences (DPO or a reward model)"
         return None if trains else "generation without training"
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        """`python start_rlvr_pipeline.py --config_path DIR --config_name NAME`; the folder is beside the program."""
+        if not re.search(r"(?:^|\.)start_\w+_pipeline$", launch.module):
+            return None
+        given = flags.flag_words(launch.arguments)
+        folder, name = ((given.get(key) or (default,))[0] for key, default in _START_FLAGS)
+        name = name.removesuffix(".yaml")
+        if name.startswith("${") or not name:
+            raise launch.error("the name of the config is not known")
+        beside = Path(launch.program[-1]).parent
+        found = launch.find(str(beside / folder / f"{name}.yaml"), str(Path(folder) / f"{name}.yaml"))
+        if found is None:
+            raise launch.error(
+                f"the config {beside / folder / name}.yaml is not there", "give the folder that it is started in"
+            )
+        return ConfigSource(found)
 
     @classmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:
@@ -264,19 +290,20 @@ class Roll(FrameworkConfig):
 
     def rules(self, members: Mapping[str, Component]) -> FrameworkRules:
         rules = super().rules(members)
-        if self.ratio or (self.agentic and not self.judge_gpus):
-            return rules
-        # Taking turns, training lies over the rollout and whatever judges hold.
-        sizes = self.pool_sizes()
+        sizes, gpus = self.pool_sizes(), self.cluster.gpus
         rollout, training = (
             AllowedGroup(frozenset(names), common.runnable(sizes, (members[name] for name in names)))
             for names in (["rollout"], self.measured("ref", "old_log_prob", "update_actor"))
         )
-        if self.agentic:  # all of the training GPUs: those of the rollout, and the judges'
-            gpus = self.cluster.gpus
-            rollout = replace(rollout, sizes=tuple({*(rollout.sizes or ())} & {gpus - self.judge_gpus}))
-            training = replace(training, sizes=tuple({*(training.sizes or ())} & {gpus}))
-        over = ((rollout, training),) if rollout.sizes and training.sizes else ()
+        below, above = rollout, training  # taking turns, training lies over the rollout and whatever judges hold
+        if self.agentic and self.ratio:
+            # Training takes GPUs of some engines, while at least one engine goes on.
+            most = gpus - engine_gpus(self.reader, self.keys["rollout"])
+            below, above = _only(training, range(1, most + 1)), _only(rollout, [gpus])
+        elif self.agentic:
+            below, above = _only(rollout, [gpus - self.judge_gpus]), _only(training, [gpus])
+        wanted = self.judge_gpus if self.agentic and not self.ratio else self.agentic or not self.ratio
+        over = ((below, above),) if wanted and below.sizes and above.sizes else ()
         return FrameworkRules(rules.framework, rules.groupings, spanning=over)
 
     def notes(self) -> list[str]:
@@ -289,17 +316,19 @@ class Roll(FrameworkConfig):
         return notes
 
     def current(self) -> CurrentPlacement:
-        # Judges outside the plan may lie anywhere: the others close ranks.
-        away = {gpu for key, gpus in self.judges.items() if key not in self.inside for gpu in gpus}
-        position = {gpu: at for at, gpu in enumerate(g for g in range(self.cluster.gpus + len(away)) if g not in away)}
+        # Roles outside the plan may lie anywhere: the others close ranks.
+        position = {gpu: rank for rank, gpu in enumerate(self._real())}
         ranks = {"rollout": self.rollout, "ref": self.ref}
         placed = {name: tuple(sorted(position[gpu] for gpu in ranks.get(name, self.train))) for name in self.costs}
         return CurrentPlacement(placed, self.reader.where(f"{self.keys['rollout']}.device_mapping"), overlap=True)
 
+    def _real(self) -> list[int]:
+        """ROLL's numbers of the GPUs that a plan is made for."""
+        return [gpu for gpu in range(self.cluster.gpus + len(self.kept)) if gpu not in self.kept]
+
     def settings(self, plan: Plan) -> PlanSettings:
         gpus = common.gpus_by_component(plan)
-        away = {gpu for key, found in self.judges.items() if key not in self.inside for gpu in found}
-        real = [gpu for gpu in range(self.cluster.gpus + len(away)) if gpu not in away]
+        real = self._real()
         values: dict[str, Any] = {}
         for name in ("update_actor", "rollout", "ref"):
             key, before = self.keys[name], {"rollout": self.rollout, "ref": self.ref}.get(name, self.train)
@@ -331,6 +360,10 @@ class Roll(FrameworkConfig):
 
     def _advice(self) -> tuple[str, ...]:
         return ("ROLL's start scripts take no overrides: the values go into the file (--apply)",)
+
+
+def _only(group: AllowedGroup, sizes: Iterable[int]) -> AllowedGroup:
+    return replace(group, sizes=tuple(size for size in sizes if size in (group.sizes or ())))
 
 
 def role_keys(reader: ConfigReader) -> dict[str, str]:

@@ -14,13 +14,16 @@ the next one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from trimtab.formats import yaml_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
+from trimtab.formats.launch import flags
+from trimtab.formats.launch.launch import ConfigSource, Launch, is_unknown
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord
@@ -31,6 +34,11 @@ from trimtab.model.workflow import Cluster, Node, Profile, Variant
 _PER_NODE = 8
 _SERVER = "vllm_serve"
 _TENSOR_PARALLEL = (1, 2, 4, 8)  # of a server: attention heads are divided
+
+_TRAINERS = ("grpo", "rloo", "online_dpo", "async_grpo")
+_MARKS = frozenset(("use_vllm", "vllm_mode", "num_generations", "steps_per_generation", "max_staleness"))
+_SERVER_FLAGS = ("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization")
+_YAML = (".yaml", ".yml")
 
 # ---- logs ------------------------------------------------------------------------------------------------------------
 
@@ -148,6 +156,28 @@ class Trl(FrameworkConfig):
     @classmethod
     def matches(cls, reader: ConfigReader) -> bool:
         return any(reader.has(key) for key in ("use_vllm", "vllm_mode", "num_generations", "steps_per_generation"))
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        """`accelerate launch ... script.py --flags`, `trl grpo --flags`: above a YAML file, if one is named."""
+        words, own = launch.arguments, launch.program[-1:] == ("trl",)
+        if own and (not words or words[0] not in _TRAINERS):
+            return None
+        given = _flags(words[1:] if own else words)
+        config = given.pop("config", None)
+        path = launch.find(config) if isinstance(config, str) else None
+        if own and config is not None and path is None:
+            raise launch.error(f"the config {config} is not there", "give the folder that it is started in")
+        stated = yaml_text.parse(yaml_text.read_text(path), str(path)) if path and path.suffix in _YAML else {}
+        merged = {**(stated if isinstance(stated, Mapping) else {}), **given}
+        if not own and (_MARKS.isdisjoint(merged) or "experiment_name" in merged):
+            return None
+        merged = {"num_generations": 8, **_processes(launch, merged, own), **merged}
+        server = next((beside for beside in launch.beside if _is_server(beside)), None)
+        if server is not None:
+            merged[_SERVER] = {name: value for name, value in _flags(server.arguments).items() if name in _SERVER_FLAGS}
+            merged[_SERVER].setdefault("tensor_parallel_size", 1)
+        return ConfigSource(merged)
 
     @classmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:
@@ -290,6 +320,37 @@ class Trl(FrameworkConfig):
         return PlanSettings(
             values, block_text(nested(values)), tuple(advice), tuple(f"--{k}={v}" for k, v in own.items())
         )
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    return {name.replace("-", "_"): value for name, value in flags.flags(words).items()}
+
+
+def _is_server(launch: Launch) -> bool:
+    return launch.runs("vllm_serve", "vllm-serve") or launch.arguments[:1] == ("vllm-serve",)
+
+
+def _processes(launch: Launch, merged: Mapping[str, Any], own: bool) -> dict[str, Any]:
+    """How many processes accelerate or torchrun starts, on how many machines; what it leaves open is left out."""
+    wrapper = _flags(launch.wrapper)
+    name = wrapper.get("config_file", merged.get("accelerate_config") if own else None)
+    found: dict[str, Any] = {}
+    if isinstance(name, str):
+        path = launch.find(name, f"trl/accelerate_configs/{name}.yaml")
+        data = yaml_text.parse(yaml_text.read_text(path), str(path)) if path and path.suffix in _YAML else {}
+        stated = data if isinstance(data, Mapping) else {}
+        found = {key: stated[key] for key in ("num_processes", "num_machines") if key in stated}
+    each, nodes = wrapper.get("nproc_per_node"), wrapper.get("nnodes", 1)
+    if each is not None:
+        found["num_processes"] = each * nodes if isinstance(each, int) and isinstance(nodes, int) else each
+        found["num_machines"] = nodes
+    found |= {key: wrapper[key] for key in ("num_processes", "num_machines") if key in wrapper}
+    visible = launch.environment.get("CUDA_VISIBLE_DEVICES", "")
+    if "num_processes" not in found and not own and "accelerate" not in launch.wrapper:
+        found["num_processes"] = 1
+    elif "num_processes" not in found and visible and not is_unknown(visible):
+        found["num_processes"] = len(visible.split(","))
+    return found
 
 
 def uses_vllm(reader: ConfigReader) -> bool:
