@@ -121,6 +121,10 @@ class LoopWorld:
         if isinstance(one, e.SetGpuRange):
             assert 0 < one.min_gpus <= one.max_gpus <= self.cluster.gpus + 8
             return
+        if isinstance(one, e.MoveJudged):
+            assert 0 < one.promised <= 1
+            assert one.realised <= 1
+            return
         reason = one.move.reason if isinstance(one, (e.BeginMigration, e.RunMigrationStage)) else one.reason
         assert reason.sentence
         if isinstance(one, e.BeginMigration):

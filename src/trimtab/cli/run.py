@@ -187,7 +187,8 @@ def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job) -> dict[st
     from trimtab.runtime.run.folder import read_saved
     from trimtab.runtime.run.measurements import summary_facts
 
-    facts = summary_facts(end.state, end.reason, end.plan, end.iterations, dict(end.metrics), end.since)
+    off = end.expected_errors
+    facts = summary_facts(end.state, end.reason, end.plan, end.iterations, dict(end.metrics), end.since, off)
     saved, fault = read_saved(Path(folder))
     return {
         **facts,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.run.ray_executor import RayExecutor
 
 JOB = Path("examples/grpo/demo.yaml")
-JOINS_AT, EVALUATED_AT = 10, 30  # iterations after which they occur
+JOINS_AT, EVALUATED_AT = 9, 38  # iterations after which they occur
 EVALUATION_GPUS, EVALUATION_S, EVALUATION_PRIORITY = 1.0, 4.0, 9.5
 
 

@@ -115,6 +115,7 @@ class Iteration:
     components: tuple[ComponentTiming, ...] = ()
     extra: tuple[str, ...] = ()
     booked: dict[str, float] | None = None
+    sync_s: float | None = None  # of its weight sync
 
     @property
     def unbooked_s(self) -> float | None:
@@ -123,7 +124,7 @@ class Iteration:
     def __post_init__(self) -> None:
         if not is_whole(self.number, 1, math.inf):
             raise InputError(f"{self.number!r} is no number of an iteration", hint="they count from 1")
-        if not is_number(self.wall_s, 0):
+        if not is_number(self.wall_s, 0) or not (self.sync_s is None or is_number(self.sync_s, 0)):
             raise InputError(f"the wall time of iteration {self.number} is not a time", where="a measured iteration")
         names = [timing.component for timing in self.components]
         if len(set(names)) < len(names):

@@ -274,6 +274,61 @@ def test_a_move_that_gained_less_than_promised_doubles_the_dwell_time() -> None:
     assert world.machine.drift.dwell() == 2 * AUTO.dwell_iterations
 
 
+def test_every_move_is_judged_by_what_came_and_the_next_one_counts_on_as_much() -> None:
+    world = drifted()
+    world.carry_all()
+    out = trained(world, AUTO.least_iterations)
+    (judged,) = [one for one in out if isinstance(one, e.MoveJudged)]
+    assert judged.realised == pytest.approx(judged.promised, abs=0.05)
+    assert world.machine.state.run.kept == pytest.approx(1.0, abs=0.1)
+    short = drifted()
+    short.carry_all()
+    for _ in range(AUTO.least_iterations):
+        one = short.measured(short.done + 1, {})
+        short.done += 1
+        short.tell(e.IterationDone(replace(one, wall_s=3 * one.wall_s)))
+    assert short.machine.state.run.kept == 0.5
+
+
+# ---- what is predicted ----
+
+
+def test_the_next_iteration_is_predicted_by_the_present_costs() -> None:
+    world = LoopWorld(AUTO)
+    assert world.machine.expected_s is None
+    trained(world, 8)
+    assert world.machine.expected_s == pytest.approx(world.machine.plan.iteration_seconds, rel=0.02)
+    slower = replace(world.measured(9, {}), wall_s=1.2 * world.plan.iteration_seconds)
+    for number in range(9, 9 + AUTO.window):
+        world.done += 1
+        world.tell(e.IterationDone(replace(slower, number=number)))
+    assert world.machine.expected_s == pytest.approx(1.2 * world.machine.plan.iteration_seconds, rel=0.02)
+
+
+def test_measured_switches_and_syncs_count_for_plans_that_have_not_run() -> None:
+    flow = replace(workflow(), weight_sync=WeightSync("trainer", "rollout", 0.0, 0.0))
+    world = LoopWorld(AUTO, flow=flow)
+    before_s = world.machine.drift.planner.seconds(world.plan, {})
+    for _ in range(6):
+        one = world.measured(world.done + 1, {})
+        world.done += 1
+        world.tell(e.IterationDone(replace(one, sync_s=5.0, wall_s=one.wall_s + 5.0)))
+    assert world.machine.drift.planner.seconds(world.plan, {}) == pytest.approx(before_s + 5.0)
+    again = ReplanMachine.load(world.machine.dump(), flow, AUTO)
+    assert again.drift.planner.seconds(world.plan, {}) == pytest.approx(before_s + 5.0)
+
+
+def test_what_staying_would_have_taken_is_computed_from_the_same_costs() -> None:
+    world = drifted()
+    first = world.machine.placed_plan
+    assert world.machine.staying_s(world.measured(world.done + 1, {})) is None
+    world.carry_all()
+    iteration = world.measured(world.done + 1, {})
+    staying_s = world.machine.staying_s(iteration)
+    assert staying_s == pytest.approx(world.machine.drift.planner.seconds(first.plan, {"rollout": 2.5}), rel=0.02)
+    assert staying_s > iteration.wall_s
+
+
 # ---- what a move costs ----
 
 

@@ -24,13 +24,13 @@ from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import (
     MAX_LINES,
     costs,
-    errors,
     expected,
     expected_errors,
     group_equal,
     has_virtual_clock,
     idle_shares,
     metric_names,
+    promise_errors,
     status_sentence,
     summary_lines,
 )
@@ -273,7 +273,8 @@ def test_a_run_in_one_process_says_that_its_times_are_those_of_the_plan(tmp_path
     page = page_of(story)
     assert "Times are those of the plan" in page
     assert "Time is that of the plan" in page
-    assert all(abs(error) < 1e-6 for _, error in errors(story))
+    assert all(abs(error) < 1e-6 for error in expected_errors(story))
+    assert [abs(error) < 1e-6 for _, error in promise_errors(story)] == [True]
     assert [plan.predicted_s for plan in story.plans] == [pytest.approx(story.iterations[-1].iteration.wall_s)]
 
 
@@ -284,9 +285,10 @@ def test_costs_that_only_stand_for_unknown_ones_promise_nothing(tmp_path: Path) 
     run.iteration(1)
     run.plan("measured", 2, SEPARATE)
     run.iteration(2)
+    run.iteration(3)
     story = read_story(run.write())
     assert [story.prediction(number) for number in (0, 1)] == [None, 2.9]
-    assert [number for number, _ in errors(story)] == [2]
+    assert [number for number, _ in promise_errors(story)] == [1]
     # Also where one of them is stated, as long as the others were measured first.
     run.lines[2] = run.lines[2].replace('"rollout": 1.0', '"rollout": 1.5')
     assert read_story(run.write()).prediction(0) is None
@@ -415,7 +417,7 @@ def test_what_was_expected_is_held_against_the_iteration_after(tmp_path: Path) -
     story = read_story(run.write())
     assert expected(story) == [(number, 2.0) for number in range(1, 5)]
     assert expected_errors(story) == [pytest.approx(one.iteration.wall_s / 2 - 1) for one in story.iterations[1:]]
-    assert "expected by the costs measured so far" in page_of(story)
+    assert "predicted by the costs measured just before" in page_of(story)
 
 
 def test_idle_shares_are_those_of_the_group(eventful: RunStory) -> None:

@@ -33,6 +33,8 @@ from trimtab.plan.placement.timeline import to_plan
 
 CostLevels = Mapping[str, float]
 
+SYNC_SHARED, SYNC_SEPARATE = "sync on shared GPUs", "sync on separate GPUs"
+
 COSTS_KEPT = 5  # latest migrations that predict the cost of the next
 
 
@@ -71,6 +73,20 @@ class ReplanPlanner:
         self.allowed = allowed
         self._simulator = Simulator(workflow)
         self._space: PlanSpace | None = None  # at profiled costs, for the last cluster
+
+    def with_overheads(self, overheads: Mapping[str, float]) -> ReplanPlanner:
+        """A planner for measured switches (by component) and syncs (`SYNC_SHARED`, `SYNC_SEPARATE`)."""
+        workflow = self.workflow
+        components = tuple(
+            replace(component, switch_seconds=overheads.get(component.name, component.switch_seconds))
+            for component in workflow.components
+        )
+        sync = workflow.weight_sync
+        if sync is not None:
+            shared_s = overheads.get(SYNC_SHARED, sync.shared_seconds)
+            separate_s = overheads.get(SYNC_SEPARATE, sync.separate_seconds)
+            sync = replace(sync, shared_seconds=shared_s, separate_seconds=separate_s)
+        return ReplanPlanner(replace(workflow, components=components, weight_sync=sync), self.allowed)
 
     def seconds(self, plan: Plan, levels: CostLevels) -> float:
         return self.with_times(plan, self.times(plan, levels))
@@ -194,15 +210,23 @@ def cost_of(
 
 
 def weigh(
-    comparison: PlanComparison, costs: Sequence[tuple[float, bool]], rules: ReplanRules, horizon: int, why: Reason
+    comparison: PlanComparison,
+    costs: Sequence[tuple[float, bool]],
+    rules: ReplanRules,
+    horizon: int,
+    why: Reason,
+    kept: float = 1.0,
 ) -> ReplanDecision:
-    """Keep or migrate; `costs` are those of each candidate, `why` is the reason for a migration that pays."""
+    """Keep or migrate; `costs` are those of each candidate, `why` is the reason for a migration that pays.
+
+    `kept` is the share of promised gains that came.
+    """
     numbers = DecisionNumbers(iteration_s=comparison.seconds, horizon=horizon, margin=rules.margin)
     if not comparison.candidates:
         reason = Reason(ReasonCode.no_gain, f"no plan is faster than {_s(comparison.seconds)} an iteration")
         return ReplanDecision(None, reason, numbers)
     worth = [
-        min(comparison.sure_seconds - candidate.sure_seconds, comparison.seconds - candidate.seconds) * horizon
+        min(comparison.sure_seconds - candidate.sure_seconds, comparison.seconds - candidate.seconds) * kept * horizon
         - cost * (1 + rules.margin)
         for candidate, (cost, _) in zip(comparison.candidates, costs, strict=True)
     ]

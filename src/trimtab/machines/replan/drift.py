@@ -10,9 +10,18 @@ from dataclasses import replace
 from statistics import median
 
 from trimtab.core.reasons import Reason, ReasonCode
-from trimtab.machines.replan.decision import PlanComparison, ReplanDecision, ReplanPlanner, cost_of, kinds_of, weigh
+from trimtab.machines.replan.decision import (
+    SYNC_SEPARATE,
+    SYNC_SHARED,
+    PlanComparison,
+    ReplanDecision,
+    ReplanPlanner,
+    cost_of,
+    kinds_of,
+    weigh,
+)
 from trimtab.machines.replan.estimates import CostEstimates, sure_level
-from trimtab.machines.replan.events import SetGpuRange
+from trimtab.machines.replan.events import MoveJudged, SetGpuRange
 from trimtab.machines.replan.explain import costs_text, drift_reason
 from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, gpu_slots, without
 from trimtab.machines.replan.state import PromisedGain, ReplanState
@@ -22,6 +31,8 @@ from trimtab.model.workflow import Workflow
 
 LEVEL_CHANGE = 0.02  # relative change of a level that triggers a new comparison
 SOME = 3  # predictions before the bias is used
+OVERHEAD_CHANGE = 0.01  # of an iteration: a switch or sync that changes by more changes the model
+LEAST_CAME = 0.5  # share of a promised gain below which a migration fell short
 MAX_SETBACKS = 5  # doublings of the dwell time
 
 
@@ -34,7 +45,10 @@ class DriftMonitor:
         self.run = state.run
         self.workflow = workflow
         self.rules = rules
-        self.planner = ReplanPlanner(workflow, allowed)
+        self._stated = ReplanPlanner(workflow, allowed)
+        self.planner = self._stated.with_overheads(self.run.overheads) if self.run.overheads else self._stated
+        alone = replace(workflow, staleness=0)
+        self._cold = ReplanPlanner(alone) if workflow.staleness else None  # no work of the iteration has begun before
         if self.run.cluster.gpus:
             self.planner.prepare(self.run.cluster)
         self.estimates = CostEstimates(workflow, rules, state.tracks)
@@ -43,20 +57,73 @@ class DriftMonitor:
 
     # ---- iterations ------------------------------------------------------------------------------------------------
 
-    def take(self, iteration: Iteration, moving: bool) -> Reason | None:
-        """Count an iteration; a reason where it shows that the last migration fell short."""
+    def take(self, iteration: Iteration, moving: bool) -> MoveJudged | None:
+        """Count an iteration; the outcome of the last migration where it is known now."""
         run, plan = self.run, self.run.running.plan
         kinds = kinds_of(plan)
         self.estimates.take(iteration, {c.name: (c.variant, kinds.get(c.name, "")) for c in plan.components})
         for part in iteration.components:
             run.switching[part.component] = part.switch_s
+        self._measure_overheads(iteration)
+        run.is_cold = False
         return None if moving or iteration.extra or iteration.wall_s <= 0 else self._compare(iteration)
 
-    def _compare(self, iteration: Iteration) -> Reason | None:
+    def _measure_overheads(self, iteration: Iteration) -> None:
+        """Measured switches and syncs replace stated ones, also for plans that have not run."""
+        run, plan, window = self.run, self.run.running.plan, self.rules.window
+        if iteration.extra or run.is_cold:
+            return
+        found = {part.component: part.switch_s for part in iteration.components if part.switch_s > 0}
+        for name, took_s in found.items():
+            if len(plan.group_of(name).components) > 1:
+                run.switches[name] = [*run.switches.get(name, []), took_s][-window:]
+        sync = self.workflow.weight_sync
+        if sync is not None and iteration.sync_s is not None:
+            key = SYNC_SHARED if sync.target in plan.group_of(sync.source).components else SYNC_SEPARATE
+            run.syncs[key] = [*run.syncs.get(key, []), iteration.sync_s][-window:]
+        measured = {key: median(took) for key, took in (run.switches | run.syncs).items() if len(took) >= SOME}
+        changes_s = [abs(took_s - run.overheads.get(key, -1.0)) for key, took_s in measured.items()]
+        if any(change_s > OVERHEAD_CHANGE * iteration.wall_s for change_s in changes_s):
+            run.overheads = measured
+            self.planner = self._stated.with_overheads(measured)
+            self.planner.prepare(run.cluster)
+            self.invalidate()
+
+    def _times(self, iteration: Iteration) -> dict[str, float]:
+        batches = self.workflow.batches
+        return {part.component: part.busy_s * batches / (part.batches or batches) for part in iteration.components}
+
+    def expected_s(self) -> float | None:
+        """Prediction of the next iteration by the present costs, with what the model has missed of late."""
+        run = self.run
+        if run.lost or not self.estimates.measured:
+            return None
+        estimates = self.estimates.all()
+        levels = {name: estimate.level * (1 + estimate.trend) for name, estimate in estimates.items()}
+        times = self.planner.times(run.running.plan, levels)
+        if run.is_cold and self._cold is not None:
+            return self._cold.with_times(run.running.plan, times)
+        bias = median(run.bias) if run.bias else run.carried_bias
+        return self.planner.with_times(run.running.plan, times) * bias
+
+    def staying_s(self, iteration: Iteration) -> float | None:
+        """What the first plan would have taken for an iteration, by its costs; None while that plan runs."""
+        run = self.run
+        if run.first is None or run.first.same_as(run.running) or iteration.extra:
+            return None
+        kinds, levels = kinds_of(run.running.plan), {}
+        for name, seconds in self._times(iteration).items():
+            placed = run.running.plan.placed(name)
+            level = self.estimates.level(name, seconds, placed.variant, kinds.get(name, ""), len(placed.gpus))
+            if level is None:
+                return None
+            levels[name] = level
+        return self.planner.seconds(run.first.plan, levels) * run.first_bias
+
+    def _compare(self, iteration: Iteration) -> MoveJudged | None:
         """Compare the iteration time with the prediction for its component times."""
         run = self.run
-        batches = self.workflow.batches
-        times = {part.component: part.busy_s * batches / (part.batches or batches) for part in iteration.components}
+        times = self._times(iteration)
         run.walls = [*run.walls, iteration.wall_s][-self.rules.window :]
         if times.keys() >= set(self.workflow.names):
             predicted = self.planner.with_times(run.running.plan, times)
@@ -71,15 +138,19 @@ class DriftMonitor:
         run.promise = None
         return self._judge(promise)
 
-    def _judge(self, promise: PromisedGain) -> Reason | None:
-        """Whether the last migration gained what it promised: if not, the dwell time doubles."""
+    def _judge(self, promise: PromisedGain) -> MoveJudged:
+        """Whether the last migration gained what it promised: if not by half, the dwell time doubles."""
         old_s = self.planner.seconds(promise.before.plan, self.levels()) * promise.bias
         gained = 1 - median(promise.walls) / old_s if old_s > 0 else 0.0
-        if gained >= promise.share / 2:
-            self.run.setbacks = 0
+        came = min(1.0, max(0.0, gained / promise.share)) if promise.share > 0 else 1.0
+        self.run.kept = (self.run.kept + came) / 2
+        self.run.setbacks = 0 if came >= LEAST_CAME else self.run.setbacks + 1
+        return MoveJudged(promise.move, promise.share, gained)
+
+    def shortfall(self, judged: MoveJudged) -> Reason | None:
+        if not self.run.setbacks:
             return None
-        self.run.setbacks += 1
-        text = f"the last move promised {promise.share:.0%} of an iteration and gained {gained:.0%}"
+        text = f"the last move promised {judged.promised:.0%} of an iteration and gained {judged.realised:.0%}"
         return Reason(ReasonCode.fell_short, f"{text}; the next one waits {self.dwell()} iterations")
 
     # ---- other plans -----------------------------------------------------------------------------------------------
@@ -121,7 +192,7 @@ class DriftMonitor:
 
     def _weighed(self, comparison: PlanComparison, why: Reason) -> ReplanDecision:
         costs = [self.cost(candidate.placed_plan) for candidate in comparison.candidates]
-        decision = weigh(comparison, costs, self.rules, self.horizon(), why)
+        decision = weigh(comparison, costs, self.rules, self.horizon(), why, self.run.kept)
         return ReplanDecision(decision.to, decision.reason, self._with_dwell(decision.numbers))
 
     # ---- figures ---------------------------------------------------------------------------------------------------

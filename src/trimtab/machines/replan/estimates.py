@@ -89,9 +89,13 @@ class CostEstimates:
         return min((track.measured for track in self.tracks.values() if track.measured), default=0)
 
     def _level(self, timing: ComponentTiming, variant: str, kind: str) -> float | None:
-        profiled = profiled_seconds(self._workflow.component(timing.component), variant, kind, timing.gpus)
         batches = self._workflow.batches
         seconds = timing.busy_s * batches / (timing.batches or batches)
+        return self.level(timing.component, seconds, variant, kind, timing.gpus)
+
+    def level(self, name: str, seconds: float, variant: str, kind: str, gpus: int) -> float | None:
+        """Seconds of a component relative to its profile."""
+        profiled = profiled_seconds(self._workflow.component(name), variant, kind, gpus)
         return seconds / profiled if profiled and seconds > 0 else None
 
 

@@ -196,6 +196,15 @@ class SetGpuRange:
 
 
 @dataclass(frozen=True)
+class MoveJudged:
+    """What a migration gained, as shares of an iteration under the plan before it, at the present costs."""
+
+    move: int
+    promised: float
+    realised: float
+
+
+@dataclass(frozen=True)
 class Notify:
     """Information for the user; needs no action."""
 
@@ -210,5 +219,13 @@ class StopRun:
 
 
 ReplanInstruction = (
-    KeepPlan | AdvisePlan | BeginMigration | RunMigrationStage | RollBackMigration | SetGpuRange | Notify | StopRun
+    KeepPlan
+    | AdvisePlan
+    | BeginMigration
+    | RunMigrationStage
+    | RollBackMigration
+    | SetGpuRange
+    | MoveJudged
+    | Notify
+    | StopRun
 )

@@ -13,6 +13,7 @@ changing clusters, `state` is the state.
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from trimtab.core.codec import decode
@@ -55,6 +56,7 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         self.workflow = workflow
         if state is None:
             run = RunState(PlacedPlan(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
+            run.first = run.running
             state = ReplanState(None, 0, [], run, {name: CostTrack() for name in workflow.names}, {RUN: []})
         self._run = state.run
         self.drift = DriftMonitor(state, workflow, rules, allowed)
@@ -90,7 +92,7 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         run.done, run.remaining = event.iteration, event.remaining
         run.moved_at = None if run.moved_at is None else min(run.moved_at, run.done)
         run.stopped = run.retry_at = run.wait_until = None
-        run.failed_tries = 0
+        run.failed_tries, run.is_cold = 0, True
         self.drift.estimates.forget_after(run.done)
         moving = self.state.moving
         if moving is not None:
@@ -118,9 +120,11 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         run.done = iteration.number
         if run.remaining is not None:
             run.remaining = max(0, run.remaining - 1)
-        short = self.drift.take(iteration, moving=self.state.moving is not None)
-        if short is not None:
-            self._notify(short)
+        judged = self.drift.take(iteration, moving=self.state.moving is not None)
+        if judged is not None:
+            self._out.append(judged)
+            if (short := self.drift.shortfall(judged)) is not None:
+                self._notify(short)
         if run.stopped is None:
             self._decide()
 
@@ -305,7 +309,7 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         numbers, before, bias = move.numbers, run.running, self.drift.bias
         self._set_plan(moving.to, moving.levels)
         if not move.forced and numbers.gain_s and numbers.iteration_s:
-            run.promise = PromisedGain(before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
+            run.promise = PromisedGain(move.id, before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
         reason = Reason(ReasonCode.arrived, f"move {move.id} is done: {run.running.plan.describe()}")
         self._write(f"move {move.id}", "arrived", reason)
         self._notify(reason)
@@ -315,11 +319,16 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
         run = self._run
         moved = to.on(run.cluster)
         assert moved is not None, "a plan in place whose GPUs are not there"
+        left_first = run.first is None or not run.first.same_as(run.running)
         run.running, run.reference = moved, dict(levels)
         run.lost, run.cluster_change, run.moved_at = (), "", run.done
         self.drift.invalidate()
         run.failed_tries, run.retry_at, run.wait_until = 0, None, None
-        run.bias, run.walls, run.promise, run.advised = [], [], None, None
+        if run.bias:
+            run.carried_bias = median(run.bias)
+            if run.first is not None and not left_first:
+                run.first_bias = run.carried_bias
+        run.bias, run.walls, run.promise, run.advised, run.is_cold = [], [], None, None, True
 
     def _rolling_to_old(self, moving: OngoingMigration) -> None:
         run, move = self._run, moving.move
@@ -395,6 +404,15 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
     def estimates(self) -> dict[str, CostEstimate]:
         """Current cost of every component relative to its profile."""
         return self.drift.estimates.all()
+
+    @property
+    def expected_s(self) -> float | None:
+        """Prediction of the next iteration by the present costs."""
+        return self.drift.expected_s()
+
+    def staying_s(self, iteration: Iteration) -> float | None:
+        """What the first plan would have taken for an iteration that is not handled yet."""
+        return self.drift.staying_s(iteration)
 
     def story(self, subject: str = RUN) -> tuple[StoryEntry, ...]:
         """State history of the run, or of `move 3`."""

@@ -17,6 +17,7 @@ class PromisedGain:
     since.
     """
 
+    move: int
     before: PlacedPlan
     share: float
     bias: float  # measured over predicted time before it
@@ -42,6 +43,14 @@ class RunState:
     bias: list[float] = field(default_factory=list)  # measured over predicted time under this plan, newest last
     walls: list[float] = field(default_factory=list)  # newest last
     switching: dict[str, float] = field(default_factory=dict)  # offload and onload of each component, as last measured
+    switches: dict[str, list[float]] = field(default_factory=dict)  # of each component that took turns, newest last
+    syncs: dict[str, list[float]] = field(default_factory=dict)  # on "shared" and "separate" GPUs, newest last
+    overheads: dict[str, float] = field(default_factory=dict)  # switches and syncs that the model has now, if measured
+    is_cold: bool = True  # the next iteration is the first after a standstill
+    carried_bias: float = 1.0  # that of the plan before, until this plan has one
+    kept: float = 1.0  # share of the promised gains that came, learned from judged migrations
+    first: PlacedPlan | None = None  # the plan that the run began with
+    first_bias: float = 1.0  # its measured over predicted time, when it was left
     used: dict[str, int] = field(default_factory=dict)  # GPUs of elastic components
     promise: PromisedGain | None = None
     advised: PlacedPlan | None = None  # last advice, not taken

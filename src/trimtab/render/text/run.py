@@ -41,7 +41,7 @@ class RunNarrator:
         self.measuring = measuring  # the first plan only measures costs: its prediction means nothing
         self.done = 0
         self.plan = ""
-        self.predicted_s: float | None = None
+        self.predicted_s: float | None = None  # by the plan, and from then on by the present costs
         self.groups: Sequence[EventFacts] = ()
         self.costs_s: Mapping[str, float] = {}
         self.components: Sequence[EventFacts] = ()  # as measured in the last iteration
@@ -121,6 +121,7 @@ class RunNarrator:
         iteration = facts["iteration"]
         self.done, self.wall_s = int(iteration["number"]), float(iteration["wall_s"])
         self.components = iteration.get("components", ())
+        self.predicted_s = facts.get("expected_s") or self.predicted_s
         if self._is_warm:  # the first iteration is not typical
             self._here_s.append(float(facts.get("here_s") or self.wall_s))
         self._is_warm = True
@@ -165,6 +166,10 @@ class RunNarrator:
         else:
             self.move = None
             yield f"{name} is {state}: {why}"
+
+    def _on_judged(self, facts: EventFacts) -> Iterator[str]:
+        promised, realised = (share(float(facts[key])) for key in ("promised", "realised"))
+        yield f"move {facts['move']} promised {promised} less an iteration; {realised} came, at the present costs"
 
     def _on_cluster(self, facts: EventFacts) -> Iterator[str]:
         why = facts.get("why")
@@ -234,7 +239,9 @@ def last_lines(data: EventFacts) -> list[str]:
     lines = [reason if reason.startswith(f"{data['state']} ") else f"{data['state']}: {reason}"]
     if data["iterations"]:
         took, predicted = data["measured_s"], data["predicted_s"]
-        times = "" if took is None else f", {seconds(took)} an iteration (predicted {seconds(predicted)})"
+        times = "" if took is None else f", {seconds(took)} an iteration (promised {seconds(predicted)})"
+        if (off := data.get("current_prediction_error")) is not None:
+            times += f"; by the costs measured just before, predicted within {share(off)}"
         lines.append(f"plan: {data['plan']} GPUs{times}")
     if (shares := data.get("ledger")) is not None:
         ledger = LedgerSummary({name: part for name, part in shares.items() if name in BUCKETS}, shares["unbooked"])

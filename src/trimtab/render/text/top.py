@@ -13,7 +13,7 @@ from rich.table import Table
 
 from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.kit.labels import duration, known, ledger_text, reason_text, share
-from trimtab.render.html.run.figures import course, ends_of, ledger, metric_names
+from trimtab.render.html.run.figures import course, current_prediction, ends_of, ledger, metric_names
 from trimtab.render.output import amounts, show, text_table
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _head(board: RunBoard) -> Table:
     story = board.story
     done = story.iterations
     walls = [record.iteration.wall_s for record in done[-20:]]
-    promised = story.prediction(len(story.plans) - 1) if story.plans else None
+    promised = current_prediction(story)
     count = f"{len(done)} of {story.wanted}" if story.wanted else str(len(done))
     grid = Table.grid(padding=(0, 3, 0, 0))
     grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(board.status_sentence))

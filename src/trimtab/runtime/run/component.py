@@ -307,9 +307,9 @@ def _metric_value(component: str, name: str, value: Any) -> float:
         ) from None
 
 
-def finite_or_none(value: float) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """A number for JSON: null if it is not finite."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def error_text(error: BaseException) -> str:

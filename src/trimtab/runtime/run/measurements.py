@@ -137,8 +137,9 @@ class RunMeasurements:
         }
         self._ended_s = max(self._ended_s, now_s)
         self._spans = [span for span in self._spans if span.end_s > self._ended_s]
-        iteration = Iteration(number, wall_s, tuple(measured), extra, booked)
-        return iteration, metrics, self._sync_s.pop(number, 0.0), self._bars.pop(number, [])
+        sync_s = self._sync_s.pop(number, None)
+        iteration = Iteration(number, wall_s, tuple(measured), extra, booked, sync_s)
+        return iteration, metrics, sync_s or 0.0, self._bars.pop(number, [])
 
     def _tally(self, iteration: int, component: str) -> _ComponentTally:
         return self._tallies.setdefault((iteration, component), _ComponentTally())
@@ -171,6 +172,7 @@ def summary_facts(
     iterations: Sequence[Iteration],
     metrics: Mapping[int, Metrics],
     since: int,
+    expected_errors: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Figures of the run: medians over the iterations under the last plan, without periodic work."""
     under = [iteration for iteration in iterations if iteration.number >= since and not iteration.extra] or list(
@@ -200,6 +202,7 @@ def summary_facts(
         "predicted_s": plan.iteration_seconds,
         "measured_s": measured_s,
         "prediction_error": error,
+        "current_prediction_error": float(np.median(np.abs(expected_errors))) if expected_errors else None,
         "ledger": None if ledger is None else {**ledger.shares, "unbooked": ledger.unbooked},
         "components": components,
         "metrics": {f"{name}.{key}": _course(metrics, name, key) for name, key in names},

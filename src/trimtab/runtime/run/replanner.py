@@ -147,6 +147,9 @@ class Replanner:
             self._emit("range", component=instruction.component, least=instruction.min_gpus, most=instruction.max_gpus)
         elif isinstance(instruction, e.StopRun):
             self.stop = instruction.reason
+        elif isinstance(instruction, e.MoveJudged):
+            gains = {"promised": round(instruction.promised, 4), "realised": round(instruction.realised, 4)}
+            self._emit("judged", move=instruction.move, **gains)
         elif isinstance(instruction, e.Notify):
             self._emit("told", **_reason(instruction.reason))
 

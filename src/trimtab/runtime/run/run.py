@@ -32,7 +32,7 @@ from trimtab.model.workflow import PlacementJob, Workflow
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.procs.interrupts import stop_on_interrupt
-from trimtab.runtime.run.component import ComponentError, error_text
+from trimtab.runtime.run.component import ComponentError, error_text, finite_or_none
 from trimtab.runtime.run.executor import ComponentLostError, Executor
 from trimtab.runtime.run.folder import (
     RUN_QUEUE,
@@ -71,6 +71,7 @@ class RunEnd:
     metrics: Mapping[int, Metrics] = field(default_factory=dict)
     here_s: Mapping[int, float] = field(default_factory=dict)  # wall time in this process, saving included
     error: TrimtabError | None = None
+    expected_errors: tuple[float, ...] = ()  # relative, of predictions by the costs measured just before
 
 
 class Run:
@@ -110,6 +111,7 @@ class Run:
         self._plan_since = 1
         self._here = time.perf_counter()
         self._here_s: dict[int, float] = {}
+        self._expected_errors: list[float] = []  # of predictions by the costs measured just before
         self._saved_machine: ReplanMachine | None = None  # of the replanner, from the checkpoint
         self._measured = False  # costs that were not stated are measured and planned with
         self._losses = 0  # since the last iteration
@@ -141,7 +143,8 @@ class Run:
             self._finish(state, reason)
         history = self._history
         iterations = tuple(history.iterations)
-        return RunEnd(state, reason, iterations, self._plan, self._plan_since, history.metrics, self._here_s, error)
+        off, since = tuple(self._expected_errors), self._plan_since
+        return RunEnd(state, reason, iterations, self._plan, since, history.metrics, self._here_s, error, off)
 
     def _run_to_end(self, first: int) -> tuple[RunStatus, Reason, TrimtabError | None]:
         """Run the iterations; whatever ends the run is returned, not raised."""
@@ -322,10 +325,16 @@ class Run:
         here = time.perf_counter()
         self._here_s[number], self._here = here - self._here, here
         self._history.add(iteration, metrics, sync_s)
+        machine = self._replanner.machine if self._replanner is not None else None
+        expected_s, stay_s = (machine.expected_s, machine.staying_s(iteration)) if machine is not None else (None, None)
+        if expected_s is not None and not extra:
+            self._expected_errors.append(iteration.wall_s / expected_s - 1)
         self._emit(
             "iteration",
             iteration=encode(iteration),
             here_s=round(self._here_s[number], 6),
+            expected_s=finite_or_none(expected_s),
+            stay_s=finite_or_none(stay_s),
             metrics=metrics,
             sync_s=round(sync_s, 6),
             bars=bars_facts(bars),
@@ -530,7 +539,8 @@ class Run:
     def _summarise(self, state: str, reason: Reason) -> None:
         if self._folder is not None:
             history, plan, since = self._history, self._plan, self._plan_since
-            facts = summary_facts(state, reason, plan, history.iterations, history.metrics, since)
+            off = self._expected_errors
+            facts = summary_facts(state, reason, plan, history.iterations, history.metrics, since, off)
             self._folder.summarise({**facts, "saved": self._checkpointer.last_complete, "fault": self._folder.fault})
 
 

@@ -19,7 +19,7 @@ from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, ledger_text, share
 from trimtab.render.html.kit.page import Row, Tile, table_row, why_of
 from trimtab.render.html.kit.svg import asset
-from trimtab.render.html.run.figures import ledger, metric_names
+from trimtab.render.html.run.figures import current_prediction, ledger, metric_names
 from trimtab.render.html.run.report import MOVE_LOOKS, change_of, metric_curve, predicted_curves, reward_tiles
 from trimtab.render.html.run.story import RunStory
 
@@ -117,7 +117,7 @@ def _table(
 def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
     done = story.iterations
     walls = [record.iteration.wall_s for record in done[-20:]]
-    promised = story.prediction(len(story.plans) - 1) if story.plans else None
+    promised = current_prediction(story)
     tiles = [
         Tile("Iterations", str(len(done)), f"of {story.wanted}" if story.wanted else "done"),
         Tile("Time", duration(story.end_s), story.state or "running"),

@@ -144,19 +144,35 @@ def _ledger_words(story: RunStory) -> str:
     return f"An iteration's time: {ledger_text(found)}.{warning}"
 
 
-def errors(story: RunStory) -> list[tuple[int, float]]:
-    """Relative error of each iteration's predicted time, with its number."""
-    return [
-        (record.iteration.number, record.iteration.wall_s / predicted - 1)
-        for record in story.iterations
-        if record.plan >= 0 and not record.iteration.extra and (predicted := story.prediction(record.plan))
-    ]
+PROMISED = 5  # iterations that a plan's promise is compared with, after its first one
+
+
+def promise_errors(story: RunStory) -> list[tuple[int, float]]:
+    """Relative error of each plan's promise: of its first iterations but one, by the plan's number."""
+    found = []
+    for plan in story.plans:
+        under = [r.iteration for r in story.iterations if r.plan == plan.number][1:]
+        walls = [iteration.wall_s for iteration in under if not iteration.extra][:PROMISED]
+        if walls and (predicted := story.prediction(plan.number)):
+            found.append((plan.number, median(walls) / predicted - 1))
+    return found
 
 
 def expected(story: RunStory) -> list[tuple[int, float]]:
-    """Expected iteration time by the costs measured so far: iteration after which, seconds."""
+    """Predicted iteration time by the costs measured just before: iteration before it, seconds."""
+    stated = [(r.iteration.number - 1, r.expected_s) for r in story.iterations if r.expected_s is not None]
+    if stated:
+        return stated
     found = [(decision.iteration, finite(decision.numbers.get("iteration_s"))) for decision in story.decisions]
     return [(number, value) for number, value in found if value is not None]
+
+
+def current_prediction(story: RunStory) -> float | None:
+    """Of the newest iteration: by the costs measured just before, else the plan's promise."""
+    done = story.iterations
+    if done and done[-1].expected_s is not None and done[-1].plan == len(story.plans) - 1:
+        return done[-1].expected_s
+    return story.prediction(len(story.plans) - 1) if story.plans else None
 
 
 def expected_errors(story: RunStory) -> list[float]:
@@ -221,7 +237,7 @@ def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], met
         _length(story),
         _clock(story),
         _plans(story),
-        _moves(story.moves),
+        _moves(story, story.moves),
         _decisions(story),
         _prediction(story),
         _ledger_words(story),
@@ -286,7 +302,7 @@ def _plans(story: RunStory) -> str:
     return f"It began as {first.words} and ended as {last.words}{predicted}."
 
 
-def _moves(moves: list[ReportMigration]) -> str:
+def _moves(story: RunStory, moves: list[ReportMigration]) -> str:
     if not moves:
         return "No moves."
     arrived = [move for move in moves if move.state == "arrived"]
@@ -299,9 +315,17 @@ def _moves(moves: list[ReportMigration]) -> str:
     if back:
         why = next((move.outcome for move in back if move.outcome), "")
         parts.append(f"{len(back)} rolled back{f' ({why})' if why else ''}")
+    judged = [move for move in arrived if move.realised is not None]
+    if judged:
+        gains = ", ".join(f"{share(m.promised or 0.0)} and {share(m.realised or 0.0)}" for m in judged[-3:])
+        parts.append(f"gain promised and realised: {gains} of an iteration")
     others = len(moves) - len(arrived) - len(back)
     if others:
         parts.append(f"{others} unfinished")
+    if (gained := gain_against_staying(story)) is not None and gained[1] > 0:
+        change = 1 - gained[0] / gained[1]
+        less = f"{share(abs(change))} {'less' if change >= 0 else 'more'}"
+        parts.append(f"{less} time than the first plan would have taken, computed from the same costs")
     return _sentence("; ".join(parts))
 
 
@@ -318,17 +342,24 @@ def _decisions(story: RunStory) -> str:
 
 
 def _prediction(story: RunStory) -> str:
-    found = [error for _, error in errors(story)]
-    if not found:
-        return ""
-    middle = median(found)
-    side = "longer than" if middle > 0 else "shorter than"
-    how = f"{share(abs(middle))} {side}" if abs(middle) >= 0.0005 else "as long as"
-    off = share(median(abs(error) for error in found))
-    spread = "" if off == share(abs(middle)) else f", with an absolute error of {off}"
+    promises = [abs(error) for _, error in promise_errors(story)]
     now = [abs(error) for error in expected_errors(story)]
-    current = f"; by the costs measured just before, off by {share(median(now))}" if now else ""
-    return f"Iterations were {how} predicted (median){spread}{current}."
+    parts = []
+    if now:
+        parts.append(
+            f"Iterations were predicted within {share(median(now))} (median) by the costs measured just before"
+        )
+    if promises:
+        of = "its plan's promise" if len(promises) == 1 else f"the promises of {len(promises)} plans"
+        start = "were" if now else "Iterations were"
+        parts.append(f"{start} within {share(median(promises))} of {of} at their beginning")
+    return f"{', and '.join(parts)}." if parts else ""
+
+
+def gain_against_staying(story: RunStory) -> tuple[float, float] | None:
+    """Seconds of the iterations under later plans, and what they would have taken under the first one."""
+    moved = [(r.iteration.wall_s, r.stay_s) for r in story.iterations if r.stay_s is not None]
+    return (sum(wall for wall, _ in moved), sum(stay for _, stay in moved)) if moved else None
 
 
 def _drift_text(costs: list[ReportCost]) -> str:

@@ -89,9 +89,10 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[Tile]:
     if chart.available_gpu_s > 0:
         part = max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s)
         tiles.append(Tile("GPUs idle", share(part), "of the time they were available"))
-    off = [abs(error) for _, error in figures.errors(story)]
-    if off:
-        tiles.append(Tile("Prediction off by", share(median(off)), "at the median"))
+    if off := [abs(error) for error in figures.expected_errors(story)]:
+        tiles.append(Tile("Prediction off by", share(median(off)), "by the present costs, median"))
+    if promises := [abs(error) for _, error in figures.promise_errors(story)]:
+        tiles.append(Tile("Promises off by", share(median(promises)), "of plans, in their first iterations"))
     return tiles + reward_tiles(story, names)
 
 
@@ -199,6 +200,8 @@ def _move(move: ReportMigration) -> str:
     forced = ' <span class="badge">forced</span>' if move.forced else ""
     why = f"<p>{escape(move.reason)}{code_of(move.code)}</p>" if move.reason or move.code else ""
     outcome = f'<p class="warn">{escape(move.outcome)}</p>' if move.outcome else ""
+    gains = [("gain promised", move.promised), ("gain realised, at the present costs", move.realised)]
+    judged = [(words, share(part)) for words, part in gains if part is not None]
     stages = [(escape(name), duration(took)) for name, _, took in move.stages]
     stages += [("rollback", duration(move.rollback_s))] if move.rollback_s else []
     changed = "; ".join(
@@ -210,7 +213,7 @@ def _move(move: ReportMigration) -> str:
         f"Move {move.id}: {change_of(move)}{forced}",
         f"{escape(move.state)}<small> · {duration(move.cost_s)}</small>",
         f"<p>At {duration(move.began_s)}, after iteration {move.iteration}.</p>{why}{outcome}"
-        f"{f'<p>{changed}.</p>' if changed else ''}{page.facts_list(_figures(move.numbers))}"
+        f"{f'<p>{changed}.</p>' if changed else ''}{page.facts_list([*_figures(move.numbers), *judged])}"
         + page.facts_list(stages, 'class="figures stages" aria-label="Stages"'),
         attributes=f' class="card" id="move{move.id}"',
         css=MOVE_LOOKS.get(move.state, ""),
@@ -295,15 +298,15 @@ def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str
     known = any(value is not None for _, value in promised)
     if known:
         steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
-        curves.append(ReportCurve("predicted", steps, 0, dashed=True))
-        key.append(("line-0", "predicted"))
+        curves.append(ReportCurve("promised by the plan", steps, 0, dashed=True))
+        key.append(("line-0", "promised by the plan"))
     if current := _few(figures.expected(story), widths):
-        curves.append(ReportCurve("expected by the costs measured so far", current, 1))
+        curves.append(ReportCurve("predicted by the costs measured just before", current, 1))
         key.append(("line-1", curves[-1].name))
-    off = [abs(error) for _, error in figures.errors(story)]
+    off = [abs(error) for error in figures.expected_errors(story)]
     sentence = f"Prediction error {share(median(off))} (median), {share(max(off))} (maximum)." if off else ""
     chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", sentence, _changes(story))
-    lede = f"{sentence} Dashed: predicted. Vertical: the plan changed." if known else "No prediction."
+    lede = f"{sentence} Dashed: promised by the plan. Vertical: the plan changed." if known else "No prediction."
     return lede.strip(), _drawn(chart, "predicted", _key(key), widths)
 
 

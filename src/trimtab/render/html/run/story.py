@@ -78,6 +78,8 @@ class ReportIteration:
     metrics: Mapping[str, Mapping[str, float | None]]
     here_s: float
     void: bool = False
+    expected_s: float | None = None  # predicted by the costs measured just before
+    stay_s: float | None = None  # what the first plan would have taken, by the costs of this iteration
 
 
 @dataclass
@@ -100,6 +102,8 @@ class ReportMigration:
     predicted_s: float | None = None
     stages: list[tuple[str, float, float]] = field(default_factory=list)  # name, end on the timeline, seconds
     rollback_s: float = 0.0
+    promised: float | None = None  # gain, as a share of an iteration
+    realised: float | None = None
 
     @property
     def is_open(self) -> bool:
@@ -449,8 +453,16 @@ class RunStory:
         self._names.update(dict.fromkeys(bar.component for bar in mine))
         end_s = max((bar.end for bar in mine), default=t_s if "t_s" in event else self.end_s + iteration.wall_s)
         self.end_s = max(self.end_s, end_s)
-        self.done.append(ReportIteration(iteration, end_s, plan, metrics, here_s))
+        expected_s, stay_s = finite(event.get("expected_s")), finite(event.get("stay_s"))
+        record = ReportIteration(iteration, end_s, plan, metrics, here_s, expected_s=expected_s, stay_s=stay_s)
+        self.done.append(record)
         self._last = max(self._last, number)
+
+    def _take_judged(self, event: Mapping[str, Any]) -> None:
+        promised, realised = float(event["promised"]), float(event["realised"])
+        for move in self.moves:
+            if move.id == event["move"]:
+                move.promised, move.realised = promised, realised
 
     def _take_saved(self, event: Mapping[str, Any]) -> None:
         iteration = int(event["iteration"])
