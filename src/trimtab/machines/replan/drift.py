@@ -65,8 +65,8 @@ class DriftMonitor:
         for part in iteration.components:
             run.switching[part.component] = part.switch_s
         self._measure_overheads(iteration)
-        run.is_cold = False
-        return None if moving or iteration.extra or iteration.wall_s <= 0 else self._compare(iteration)
+        was_cold, run.is_cold = run.is_cold, False
+        return None if moving or iteration.extra or iteration.wall_s <= 0 else self._compare(iteration, was_cold)
 
     def _measure_overheads(self, iteration: Iteration) -> None:
         """Measured switches and syncs replace stated ones, also for plans that have not run."""
@@ -120,12 +120,12 @@ class DriftMonitor:
             levels[name] = level
         return self.planner.seconds(run.first.plan, levels) * run.first_bias
 
-    def _compare(self, iteration: Iteration) -> MoveJudged | None:
+    def _compare(self, iteration: Iteration, was_cold: bool) -> MoveJudged | None:
         """Compare the iteration time with the prediction for its component times."""
         run = self.run
         times = self._times(iteration)
         run.walls = [*run.walls, iteration.wall_s][-self.rules.window :]
-        if times.keys() >= set(self.workflow.names):
+        if times.keys() >= set(self.workflow.names) and not was_cold:
             predicted = self.planner.with_times(run.running.plan, times)
             if predicted > 0:
                 run.bias = [*run.bias, iteration.wall_s / predicted][-self.rules.window :]

@@ -27,11 +27,9 @@ from trimtab.render.html.kit.labels import counted
 from trimtab.runtime.run.folder import EVENTS
 from trimtab.runtime.run.job import UNMEASURED_S
 
-GpuKey = tuple[str, int]
-"""Node name and GPU index."""
+GpuKey = tuple[str, int]  # node name and GPU index
 
-MOVE_INTERRUPTED = "interrupted"
-"""The state of a move that was in progress when the run was resumed, until an event gives its result."""
+MOVE_INTERRUPTED = "interrupted"  # a move in progress when the run was resumed, until an event gives its result
 
 _MAX_GPUS = 100_000
 
@@ -453,16 +451,14 @@ class RunStory:
         self._names.update(dict.fromkeys(bar.component for bar in mine))
         end_s = max((bar.end for bar in mine), default=t_s if "t_s" in event else self.end_s + iteration.wall_s)
         self.end_s = max(self.end_s, end_s)
-        expected_s, stay_s = finite(event.get("expected_s")), finite(event.get("stay_s"))
-        record = ReportIteration(iteration, end_s, plan, metrics, here_s, expected_s=expected_s, stay_s=stay_s)
-        self.done.append(record)
+        forecasts = finite(event.get("expected_s")), finite(event.get("stay_s"))
+        self.done.append(ReportIteration(iteration, end_s, plan, metrics, here_s, False, *forecasts))
         self._last = max(self._last, number)
 
     def _take_judged(self, event: Mapping[str, Any]) -> None:
-        promised, realised = float(event["promised"]), float(event["realised"])
-        for move in self.moves:
-            if move.id == event["move"]:
-                move.promised, move.realised = promised, realised
+        gains = float(event["promised"]), float(event["realised"])
+        for move in (move for move in self.moves if move.id == event["move"]):
+            move.promised, move.realised = gains
 
     def _take_saved(self, event: Mapping[str, Any]) -> None:
         iteration = int(event["iteration"])
