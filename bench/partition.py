@@ -135,7 +135,7 @@ def public_ratio(job: PipelineJob) -> str:
     public = os.environ.get("PUBLIC_SCHED_PIPELINE")
     if not public:
         return ""
-    ours = [sys.executable, "-c", "import sys; from trimtab.cli.partition import sched_pipeline as s; s()"]
+    ours = [sys.executable, "-c", "import sys; from trimtab.cli.pipeline import sched_pipeline as s; s()"]
     with tempfile.TemporaryDirectory() as folder:
         write_files(job, Path(folder))
         seconds = []

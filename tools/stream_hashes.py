@@ -121,7 +121,7 @@ def sources() -> dict[str, Callable[[], None]]:
         "world nodes, elastic": partial(_world, "test_fleet_invariants", 1, 180, 50),
         "world rollout": partial(_world, "test_rollout_invariants", 1, 60, 40),
         "world replan": partial(_world, "test_loop_invariants", 1, 60, 40),
-        "journal": partial(_command, "replay", str(simulate / "journal"), "--with", str(simulate / "policy.yaml")),
+        "journal": partial(_command, "simulate", str(simulate / "journal"), "--policy", str(simulate / "policy.yaml")),
         **{
             f"replay {name}": partial(_command, "simulate", str(simulate / f"{name}.yaml"), "--seed", "1")
             for name in ("small", "rollout", "loop")

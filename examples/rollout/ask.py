@@ -19,9 +19,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def gateway() -> str:
     """The address of the gateway that runs here."""
-    told = subprocess.run(
-        ["trimtab", "rollout", "status", "--format", "json"], check=True, capture_output=True, text=True
-    )
+    told = subprocess.run(["trimtab", "engine", "list", "--format", "json"], check=True, capture_output=True, text=True)
     return str(json.loads(told.stdout)["gateway"]["url"])
 
 

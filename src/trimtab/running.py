@@ -84,10 +84,17 @@ class Job:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, iterations: int | None = None, seed: int | None = None, mode: str | None = None
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        iterations: int | None = None,
+        seed: int | None = None,
+        mode: str | None = None,
     ) -> Job:
-        """The job of a file, with other iterations, seed or mode where given."""
-        return cls._of(load_run(Path(path), iterations=iterations, seed=seed, mode=mode), _name_of(Path(path)))
+        """The job of a file, with `key=value` overrides, and other iterations, seed or mode where given."""
+        run = load_run(Path(path), overrides, iterations=iterations, seed=seed, mode=mode)
+        return cls._of(run, _name_of(Path(path)))
 
     @classmethod
     def of_run(

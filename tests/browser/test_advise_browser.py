@@ -49,7 +49,7 @@ def started(folder: Path, log: Path, *more: str) -> tuple[subprocess.Popen[str],
     """The command beside a log, and where its page is."""
     words = [
         sys.executable, "-m", "trimtab", "advise", str(VERL.path(folder)), *VERL.overrides, "--follow", str(log),
-        "--profile", str(profile(folder, VERL.points or {})), "--restart-s", "120", "--every", "0.1", "--json",
+        "--profile", str(profile(folder, VERL.points or {})), "--restart-s", "120", "--every", "0.1", "-f", "json",
         "--folder", str(folder / "seen"), "--dashboard", "--port", "0", *more,
     ]  # fmt: skip
     errors = folder / "errors"

@@ -46,12 +46,12 @@ ANSWERS = {
 
 def page_of(name: str, folder: Path) -> Path:
     path = folder / f"{name}.html"
-    path.write_text(partition_report(ANSWERS[name](), command="trimtab partition", search_seconds=0.05))
+    path.write_text(partition_report(ANSWERS[name](), command="trimtab pipeline", search_seconds=0.05))
     return path
 
 
 def test_the_page_says_the_numbers_and_what_to_improve() -> None:
-    page = partition_report(vit(), command="trimtab partition", search_seconds=0.05)
+    page = partition_report(vit(), command="trimtab pipeline", search_seconds=0.05)
     assert "1.54 s" in page
     assert "Improve first: stage" in page
     assert "no schedule has a lower bottleneck" in page

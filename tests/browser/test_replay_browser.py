@@ -43,7 +43,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ):
         (folder / f"{kind}.yaml").write_text(text, encoding="utf-8")
         made[kind] = folder / f"{kind}.html"
-        asked = ["simulate", str(folder / f"{kind}.yaml"), "--format", "csv", "--html", str(made[kind]), *more]
+        asked = ["simulate", str(folder / f"{kind}.yaml"), "--report", str(made[kind]), *more]
         assert run(asked) == 0
     return made
 

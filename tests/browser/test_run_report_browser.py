@@ -45,7 +45,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     samples.eventful(folder / "going", ends=False)
     samples.large(folder / "large")
     for run in ("eventful", "going", "hostile", "empty", "large"):
-        page = run_report(read_story(folder / run), title=run, command="trimtab report " + "a-long-folder/" * 12)
+        page = run_report(read_story(folder / run), title=run, command="trimtab show --report " + "a-long-folder/" * 12)
         made[run] = folder / f"{run}.html"
         made[run].write_text(page, encoding="utf-8")
     return made

@@ -31,6 +31,10 @@ TRIMTAB = shutil.which("trimtab") or str(Path(sys.executable).with_name("trimtab
 PATIENCE_S = 600.0  # a guard, not an expectation: the machine may be very busy
 
 
+def noun_of(verb: str) -> str:
+    return "node" if verb in ("add", "drain", "remove") else "cluster"
+
+
 class Place:
     """A ledger, a home directory and ports of one's own."""
 
@@ -60,7 +64,7 @@ class Place:
     def run(self, *arguments: str, **around: str) -> subprocess.CompletedProcess[str]:
         """Run a command and wait for it."""
         return subprocess.run(
-            [TRIMTAB, "cluster", *arguments],
+            [TRIMTAB, noun_of(arguments[0]), *arguments],
             env={**self.environment, **around},
             capture_output=True,
             text=True,
@@ -71,7 +75,7 @@ class Place:
     def begin(self, *arguments: str, **around: str) -> subprocess.Popen[str]:
         """Run a command beside others."""
         return subprocess.Popen(
-            [TRIMTAB, "cluster", *arguments],
+            [TRIMTAB, noun_of(arguments[0]), *arguments],
             env={**self.environment, **around},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -51,7 +51,7 @@ def here() -> Iterator[Place]:
     """A cluster of a head with four faked GPUs, started in a terminal that has a token which no other terminal has."""
     place = Place()
     place.done(
-        "start", "--detach", "--fake-gpus=4", "--no-dashboard", "--quick-loss", "--timeout", "600", *place.ports,
+        "start", "--detach", "--fake-gpus=4", "--dashboard-port=0", "--quick-loss", "--timeout", "600", *place.ports,
         RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN,
     )  # fmt: skip
     yield place
@@ -62,7 +62,7 @@ def here() -> Iterator[Place]:
 def workers(here: Place) -> Place:
     """That cluster with workers on GPUs 1, 2 and 3."""
     missing = {"1", "2", "3"} - {gpu for node in here.cluster().live_nodes for gpu in node.gpus}
-    adding = [here.begin("add", "--gpu", gpu, "--timeout", "600") for gpu in sorted(missing)]
+    adding = [here.begin("add", "--gpu-index", gpu, "--timeout", "600") for gpu in sorted(missing)]
     for one in adding:
         out, err = one.communicate(timeout=600)
         assert one.returncode == 0, out + err
@@ -103,7 +103,7 @@ def dead() -> ProcessIdentity:
 # ---- before anything is started ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [("add",), ("status",), ("stop",), ("drain", "gpu-1"), ("remove", "gpu-1")])
+@pytest.mark.parametrize("command", [("add",), ("show",), ("stop",), ("drain", "gpu-1"), ("remove", "gpu-1")])
 def test_without_a_cluster_every_command_says_how_to_start_one(place: Place, command: tuple[str, ...]) -> None:
     done = place.run(*command)
     assert done.returncode == 4
@@ -169,12 +169,12 @@ def test_a_session_of_an_earlier_run_is_noticed_said_and_cleaned(place: Place) -
     books.open_cluster(place.ledger, cluster, gpus.local_gpus(2), 1)
     for node in place.cluster().nodes:
         place.ledger.update(node.mark, adder=dead(), supervisor=dead(), phase=NodePhase.running)
-    done = place.run("status")
+    done = place.run("show")
     assert "is left over from an earlier run" in done.stderr
     assert "no Ray cluster found" in done.stderr
     assert done.returncode == 4
     assert not place.cluster().live_nodes
-    assert "earlier run" not in place.run("status").stderr
+    assert "earlier run" not in place.run("show").stderr
 
 
 def test_a_gpu_is_given_once_however_many_clusters_ask(place: Place) -> None:
@@ -227,17 +227,17 @@ def test_six_adds_at_once_for_three_free_gpus_give_each_gpu_once(here: Place) ->
     for why in told:
         assert "no GPU is left: this machine has 4 faked GPUs (0-3)" in why
         assert "GPU 1 is gpu-1's" in why
-        assert "`trimtab cluster remove NODE`" in why
+        assert "`trimtab node remove NODE`" in why
     assert gpus_of(here) == ["0", "1", "2", "3"]
-    alive = [node["node_id"] for node in here.asked("status")["nodes"] if node["state"] == "running"]
+    alive = [node["node_id"] for node in here.asked("show")["nodes"] if node["state"] == "running"]
     assert len(set(alive)) == 4
 
 
 def test_a_node_has_one_gpu_one_cpu_and_one_worker_unit_and_status_says_who_holds_it(workers: Place) -> None:
     assert TOKEN not in (workers.directory / "ledger.json").read_text()
     with trainers(workers, 4) as seen:
-        data = workers.asked("status")
-        text = workers.done("status")
+        data = workers.asked("show")
+        text = workers.done("show")
     for node in data["nodes"]:
         assert (node["total"]["gpu"], node["total"]["cpu"], node["total"]["worker_unit"]) == (1, 1, 1)
         assert [seen[gpu] for gpu in node["gpus"]] == [node["node_id"]]  # CUDA_VISIBLE_DEVICES is the node's own
@@ -274,7 +274,7 @@ def test_a_node_whose_ray_is_stopped_by_others_ends_whole_and_says_so(workers: P
     send(raylet, signal.SIGTERM)
     until(lambda: not any(one.alive for one in family), "some process of the node is still there")
     assert "stopped from outside, as `ray stop` does" in workers.cause("gpu-1")
-    assert "as `ray stop` does" in workers.done("status")
+    assert "as `ray stop` does" in workers.done("show")
     assert gpus_of(workers) == ["0", "2", "3"]
 
 
@@ -306,7 +306,7 @@ def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(wor
     with trainers(workers, 4):
         family = workers.family("gpu-2")
         data = workers.asked("drain", "gpu-2", "--deadline", "600")
-        [node] = [one for one in workers.asked("status")["nodes"] if one["name"] == "gpu-2"]
+        [node] = [one for one in workers.asked("show")["nodes"] if one["name"] == "gpu-2"]
         assert node["state"] == "draining"  # Ray says so, to whoever asks
         assert node["deadline"] == data["deadline"]
         data = workers.asked("drain", "gpu-2", "--deadline", "2")  # a second one replaces the deadline
@@ -326,9 +326,9 @@ def test_a_removed_node_is_gone_with_all_its_processes(workers: Place) -> None:
 
 
 def test_a_gpu_that_is_not_there_or_taken_cannot_be_asked_for(here: Place) -> None:
-    done = here.run("add", "--gpu", "7")
+    done = here.run("add", "--gpu-index", "7")
     assert (done.returncode, "GPU 7 is not there: this machine has 4 faked GPUs (0-3)" in done.stderr) == (2, True)
-    done = here.run("add", "--gpu", "0")
+    done = here.run("add", "--gpu-index", "0")
     assert (done.returncode, "GPU 0 is taken: GPU 0 is head's" in done.stderr) == (3, True)
 
 
@@ -355,7 +355,7 @@ def test_a_node_joins_by_address_from_where_nothing_is_known_of_the_cluster(here
         (there.home / ".ray").mkdir()
         (there.home / ".ray" / "auth_token").write_text(TOKEN)
         assert "runs on GPU 0" in there.done("add", "--address", address, *own)
-        [theirs] = [one for one in here.asked("status")["nodes"] if not one["ours"]]
+        [theirs] = [one for one in here.asked("show")["nodes"] if not one["ours"]]
         assert theirs["state"] == "running"
         refused = here.run("remove", theirs["node_id"][:12])
         assert refused.returncode == 2
@@ -389,9 +389,9 @@ def test_stopping_ends_all_that_trimtab_started_and_nothing_else(here: Place) ->
 def test_workers_join_a_cluster_without_authentication_although_a_token_lies_about(place: Place) -> None:
     (place.home / ".ray").mkdir()
     (place.home / ".ray" / "auth_token").write_text("not-for-this-cluster")
-    options = ["--fake-gpus=2", "--no-dashboard", "--detach", *place.ports]
+    options = ["--fake-gpus=2", "--dashboard-port=0", "--detach", *place.ports]
     place.done("start", *options, RAY_AUTH_MODE="disabled")
     assert "runs on GPU 1" in place.done("add")
-    data = place.asked("status")
+    data = place.asked("show")
     assert [node["state"] for node in data["nodes"]] == ["running", "running"]
     place.done("stop")

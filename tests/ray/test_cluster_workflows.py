@@ -43,7 +43,7 @@ def terminal(place: Place) -> Iterator[Open]:
 
 
 def start(terminal: Open, place: Place, workers: int, **around: str) -> Terminal:
-    shown = terminal("./start_ray_cluster.sh", str(workers), "--no-dashboard", *place.ports, **around)
+    shown = terminal("./start_ray_cluster.sh", str(workers), "--dashboard-port=0", *place.ports, **around)
     shown.expect(rf"{workers + 1} nodes?\b")
     shown.expect("Ctrl-C ends the cluster")
     return shown
@@ -123,7 +123,7 @@ def test_workers_are_added_until_no_gpu_is_left_and_a_ray_stop_is_noticed(place:
 
 @pytest.mark.long
 def test_ctrl_c_while_the_cluster_starts_leaves_nothing_behind(place: Place, terminal: Open) -> None:
-    first = terminal("./start_ray_cluster.sh", "1", "--no-dashboard", *place.ports)
+    first = terminal("./start_ray_cluster.sh", "1", "--dashboard-port=0", *place.ports)
     first.expect("head runs on GPU 0")
     first.interrupt()
     assert first.ended() == 130

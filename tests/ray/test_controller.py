@@ -778,10 +778,10 @@ def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_statu
         assert row["last_error"].startswith("ValueError: too many values to unpack")
         os.kill(pid, signal.SIGKILL)  # and is heard of
         until(lambda: task.seen.attempt == 2 and task.state is TaskState.running)
-        assert run(["status", "--name", name]) == 0
+        assert run(["pool", "show", "--name", name]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert f"deaths on node {node[:12]} failed 2 times and is running: ValueError" in said
-        assert run(["status", "--name", name, "--format", "json"]) == 0
+        assert run(["pool", "show", "--name", name, "--format", "json"]) == 0
         assert json.loads(capsys.readouterr().out)["background"] == [row]
     finally:
         session.shutdown()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dashboard_pages import TOKEN
-from trimtab.cli.pool import controller_session
+from trimtab.cli.options import controller_session
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.dashboard.server import DashboardServer

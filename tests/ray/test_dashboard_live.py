@@ -200,7 +200,7 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
         assert run.end() == 130
         expect(page.locator("#link")).to_contain_text("not connected")
         expect(page.locator("header .lede")).to_contain_text("Stopped")
-        again = Command("dashboard", folder, "--port", url.rpartition(":")[2].rstrip("/"))
+        again = Command("show", "--dashboard", folder, "--port", url.rpartition(":")[2].rstrip("/"))
         expect(page.locator("#link")).to_have_text("live")
         expect(page.get_by_role("button", name="Replan")).to_be_hidden()
         assert page.evaluate("window.opened") == "once"

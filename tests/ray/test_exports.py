@@ -110,7 +110,7 @@ def test_a_pod_is_drained_before_it_goes_and_has_the_time_for_it() -> None:
     assert group["template"]["spec"]["terminationGracePeriodSeconds"] > 90
     hook = container["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["/bin/sh", "-c"]
-    assert 'trimtab cluster drain "$POD_IP" --address "$RAY_ADDRESS" --deadline 90' in hook[2]
+    assert 'trimtab node drain "$POD_IP" --address "$RAY_ADDRESS" --deadline 90' in hook[2]
     assert {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"} in container["env"]
     assert subprocess.run(["/bin/sh", "-n", "-c", hook[2]], check=False).returncode == 0
 
@@ -340,7 +340,7 @@ def test_near_its_time_limit_a_script_drains_the_workers_and_at_last_ends_the_co
         assert process.returncode == status
         assert "the time limit is near" in err
     drains = [line for line in machine.told.read_text().splitlines() if "drain" in line]
-    assert [line.split()[:4] for line in drains] == [["trimtab", "cluster", "drain", "here-1"]]
+    assert [line.split()[:4] for line in drains] == [["trimtab", "node", "drain", "here-1"]]
 
 
 def test_nodes_that_do_not_join_are_named_and_the_command_is_not_run(tmp_path: Path) -> None:
@@ -439,4 +439,4 @@ def test_the_hook_of_a_pod_waits_for_its_raylet_no_longer_than_its_time(tmp_path
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "TOLD": str(told),
                    "POD_IP": "10.1.2.3", "RAY_ADDRESS": "head:6379"}  # fmt: skip
     subprocess.run(["/bin/sh", "-c", drain_hook(1)], env=environment, check=True, timeout=DEADLINE)
-    assert told.read_text() == "trimtab cluster drain 10.1.2.3 --address head:6379 --deadline 1\n"
+    assert told.read_text() == "trimtab node drain 10.1.2.3 --address head:6379 --deadline 1\n"

@@ -204,7 +204,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(
 @pytest.mark.parametrize(
     ("fault", "status"),
     [
-        (UnknownNodeError("there is no node w9", hint="`trimtab cluster status`"), 404),
+        (UnknownNodeError("there is no node w9", hint="`trimtab cluster show`"), 404),
         (HeadNodeError("w0 is the head"), 409),
         (PastDeadlineError("a deadline 0 s from now has passed already"), 422),
         (UnreachableError("the controller trimtab did not answer within 20 s"), 503),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from trimtab.cli.partition import run_answer, run_data, run_text
+from trimtab.cli.pipeline import run_answer, run_data, run_text
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.pipeline import layer_files
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, PipelineStage, Schedule

@@ -1,4 +1,4 @@
-"""`trimtab status`, `explain` and `pool` on a real Ray, and the page that documents them."""
+"""`trimtab pool`, `task` and `why` on a real Ray, and the page that documents them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def evicted(pool: Pool) -> str:
 def test_status_shows_pools_tasks_waits_nodes_and_why_metrics_are_missing(
     capsys: pytest.CaptureFixture[str], pool: Pool
 ) -> None:
-    status, out, err = call(capsys, "status")
+    status, out, err = call(capsys, "pool", "show")
     assert (status, err) == (0, "")
     words = " ".join(out.split())
     for part in ("the Ray that this process was connected to", "watched, process", "rlhf", "3/3 cpu, 0/2 GiB memory"):
@@ -98,8 +98,8 @@ def test_status_shows_pools_tasks_waits_nodes_and_why_metrics_are_missing(
 
 
 def test_status_as_data_has_the_documented_keys(capsys: pytest.CaptureFixture[str], pool: Pool) -> None:
-    data = asked(capsys, "status")
-    assert set(data) == keys_of("trimtab status")
+    data = asked(capsys, "pool", "show")
+    assert set(data) == keys_of("trimtab pool show")
     assert data["controller"]["name"] == "watched"
     assert data["tasks"]["running"] == 3
     assert [(one["id"], one["position"]) for one in data["waiting"]] == [(evicted(pool), 1), ("late", 2)]
@@ -110,7 +110,7 @@ def test_status_as_data_has_the_documented_keys(capsys: pytest.CaptureFixture[st
     [node] = data["nodes"]
     assert node["total"]["cpu"] == 8
     assert set(node["warm_hosts"]) == {"ready", "starting"}
-    _, out, _ = call(capsys, "status", "--format", "yaml")
+    _, out, _ = call(capsys, "pool", "show", "--format", "yaml")
     assert yaml_text.parse(out, "yaml")["pools"] == data["pools"]
 
 
@@ -133,7 +133,7 @@ def test_a_missing_exporter_is_said_and_so_is_one_that_does_not_answer() -> None
 def test_explain_says_why_a_task_waits_and_what_would_have_to_end(
     capsys: pytest.CaptureFixture[str], pool: Pool
 ) -> None:
-    status, out, err = call(capsys, "explain", "late")
+    status, out, err = call(capsys, "why", "late")
     assert (status, err) == (0, "")
     words = " ".join(out.split())
     assert re.search(r"^late is waiting for \d+(\.\d+)? s; pool rlhf, priority 0.5", words)
@@ -143,8 +143,8 @@ def test_explain_says_why_a_task_waits_and_what_would_have_to_end(
 
 
 def test_explain_as_data_has_the_documented_keys(capsys: pytest.CaptureFixture[str], pool: Pool) -> None:
-    data = asked(capsys, "explain", evicted(pool))
-    assert set(data) == keys_of("trimtab explain TASK")
+    data = asked(capsys, "why", evicted(pool))
+    assert set(data) == keys_of("trimtab why TASK")
     assert (data["state"], data["evictions"], data["position"], data["queue_length"]) == ("evicted", 1, 1, 2)
     assert data["evicted_s"] > 0
     assert data["deadline"] > data["time"] >= data["since"]
@@ -153,7 +153,7 @@ def test_explain_as_data_has_the_documented_keys(capsys: pytest.CaptureFixture[s
 
 
 def test_explain_says_in_what_a_task_runs_and_who_left_for_it(capsys: pytest.CaptureFixture[str], pool: Pool) -> None:
-    _, out, _ = call(capsys, "explain", "train")
+    _, out, _ = call(capsys, "why", "train")
     words = " ".join(out.split())
     assert f"PREEMPTED: {evicted(pool)} left for it" in words
     assert "runs in a host" in words or "runs in a warm host" in words
@@ -164,12 +164,12 @@ def test_explain_tells_the_story_of_a_node_by_the_beginning_of_its_id(
     capsys: pytest.CaptureFixture[str], pool: Pool, cluster: Any
 ) -> None:
     [node] = [one["NodeID"] for one in cluster.nodes()]
-    data = asked(capsys, "explain", node[:8])
-    assert set(data) == keys_of("trimtab explain NODE")
+    data = asked(capsys, "why", node[:8])
+    assert set(data) == keys_of("trimtab why NODE")
     assert (data["node"], data["there"]) == (node, True)
     assert "train" in data["tasks"]
     assert [(chapter["state"], chapter["code"]) for chapter in data["story"]] == [("ready", "JOINED")]
-    _, out, _ = call(capsys, "explain", node)
+    _, out, _ = call(capsys, "why", node)
     assert "is ready" in out
 
 
@@ -182,27 +182,27 @@ def test_explain_says_why_a_group_is_not_larger(capsys: pytest.CaptureFixture[st
     facts = {"state": "working", "reason": waits, "deadline": None, "pool": "rlhf", "unit": {"gpu": 8.0}, "size": 1}
     session.ask("publish", "group", "trainers", {**facts, "wanted": 2, "members": members}, session.client)
     try:
-        status, out, _ = call(capsys, "explain", "trainers")
+        status, out, _ = call(capsys, "why", "trainers")
         words = " ".join(out.split())
         assert status == 0
         for part in ("group trainers is working", "1 work, 2 wanted, limits 1 or more", "8 gpu", "t-0002 pending -"):
             assert part in words
         assert "NO_NODE: it asks 8 gpu, and no node is large enough" in words
-        assert asked(capsys, "explain", "trainers")["members"] == members
-        _, out, _ = call(capsys, "status")
+        assert asked(capsys, "why", "trainers")["members"] == members
+        _, out, _ = call(capsys, "pool", "show")
         assert "trainers rlhf 1 of 2 wanted" in " ".join(out.split())
     finally:
         session.ask("publish", "group", "trainers", None, session.client)
 
 
 def test_an_unknown_task_is_refused_with_what_was_meant(capsys: pytest.CaptureFixture[str], pool: Pool) -> None:
-    status, out, err = call(capsys, "explain", "trian")
+    status, out, err = call(capsys, "why", "trian")
     assert (status, out) == (2, "")
     assert "no task trian is known here" in err
     assert "did you mean train?" in err
-    status, _, err = call(capsys, "explain", "???")
+    status, _, err = call(capsys, "why", "???")
     assert status == 2
-    assert "`trimtab status`" in err
+    assert "`trimtab pool show`" in err
 
 
 # ---- pool ---------------------------------------------------------------------------------------------------------
@@ -248,9 +248,9 @@ def test_a_drained_pool_starts_nothing_until_it_is_opened_again(
     status, out, _ = call(capsys, "pool", "drain", "closing")
     assert (status, out) == (0, "pool closing starts nothing new: 0 running, 0 waiting\n")
     task = pool.submit(Actor, resources={"cpu": 1}, id="newcomer")
-    assert asked(capsys, "explain", "newcomer")["reason"]["code"] == "DRAINED"
+    assert asked(capsys, "why", "newcomer")["reason"]["code"] == "DRAINED"
     assert "closing (drained)" in call(capsys, "pool", "list")[1]
-    data = asked(capsys, "pool", "drain", "closing", "--off")
+    data = asked(capsys, "pool", "undrain", "closing")
     assert (data["pool"], data["drained"]) == ("closing", False)
     task.wait("running", timeout=60)
     pool.drop()
@@ -263,7 +263,7 @@ def test_a_controller_that_is_not_there_is_not_made(
     capsys: pytest.CaptureFixture[str], cluster: Any, session: Session
 ) -> None:
     before = cluster.util.list_named_actors(all_namespaces=True)
-    for arguments in (["status"], ["explain", "x"], ["pool", "list"], ["pool", "drain", "x"]):
+    for arguments in (["pool", "show"], ["why", "x"], ["pool", "list"], ["pool", "drain", "x"]):
         status, out, err = call(capsys, *arguments, "--name", "nobody")
         assert (status, out) == (4, "")
         assert "no controller nobody" in err
@@ -277,10 +277,10 @@ def test_a_controller_that_is_not_there_is_not_made(
 def test_among_several_controllers_one_is_named(capsys: pytest.CaptureFixture[str], session: Session) -> None:
     other = connect(name="another")
     try:
-        status, _, err = call(capsys, "status")
+        status, _, err = call(capsys, "pool", "show")
         assert status == 4
         assert "--name is one of: another, watched" in err
-        assert asked(capsys, "status", "--name", "another")["controller"]["name"] == "another"
+        assert asked(capsys, "pool", "show", "--name", "another")["controller"]["name"] == "another"
     finally:
         other.shutdown()
 
@@ -293,7 +293,7 @@ def test_another_process_finds_the_cluster_by_its_address(cluster: Any, pool: Po
     ):
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         done = subprocess.run(
-            [sys.executable, "-m", "trimtab", "status", "--format", "json", *arguments],
+            [sys.executable, "-m", "trimtab", "pool", "show", "--format", "json", *arguments],
             capture_output=True,
             text=True,
             timeout=60,

@@ -62,7 +62,7 @@ def test_a_live_run_and_its_replay_give_the_same_instructions_at_the_same_times(
     node: Joining, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lived(SHORT, node, tmp_path / "journal")
-    assert run(["replay", str(tmp_path / "journal"), "--with", "fifo"]) == 0
+    assert run(["simulate", str(tmp_path / "journal"), "--policy", "fifo"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "the same events give the same instructions" in said
     assert "instructions are the same in the same order" in said

@@ -245,7 +245,7 @@ def test_advice_is_within_the_noise_of_the_best_that_an_obvious_planner_finds(se
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = run(["cluster", "advise", *arguments])
+    status = run(["plan", *arguments])
     printed = capsys.readouterr()
     return status, printed.out, printed.err
 
@@ -295,7 +295,7 @@ def test_a_framework_file_is_read_again_for_its_new_number_of_nodes(
     [
         (["--join", "many"], 2, "not a number of nodes"),
         (["--join", "1", "--leave", "node9"], 2, "did you mean node"),
-        (["--kind", "H100"], 2, "--kind needs --join"),
+        (["--join", "1", "--gpu", "H100"], 2, "--gpu does not go with --join"),
         (["--leave", "2"], 3, "no GPU would be left"),
         (["--address", "127.0.0.1:1"], 4, "nothing answers at 127.0.0.1:1"),
     ],
@@ -322,12 +322,12 @@ def living() -> Iterator[Any]:
 def test_without_join_and_leave_the_living_cluster_is_compared_with_the_file(
     capsys: pytest.CaptureFixture[str], living: Any
 ) -> None:
-    status, out, err = call(capsys, str(ROLES / "environment.yaml"), "--format", "json")
+    status, out, err = call(capsys, str(ROLES / "environment.yaml"), "--address", "auto", "--format", "json")
     assert (status, err) == (0, "")
     said = json.loads(out)
     assert said["cluster"]["before"] == {"nodes": 2, "gpus": 16, "gpus_by_kind": {"L40S": 16}}
     assert said["cluster"]["after"] == {"nodes": 1, "gpus": 20, "gpus_by_kind": {"H100": 20}}
     assert any("has H100, which the job file does not name (L40S)" in note for note in said["notes"])
-    status, out, _ = call(capsys, str(ROLES / "trainer.yaml"))
+    status, out, _ = call(capsys, str(ROLES / "trainer.yaml"), "--address", "auto")
     assert status == 0
     assert out.startswith("GROW trainer gets the GPUs")

@@ -99,7 +99,8 @@ def test_a_job_without_costs_is_measured_planned_and_run_and_the_end_says_what_t
         assert words in told.err
     for words in ("done: all 6 iterations are done", "folder: runs/small-1 (checkpoint after iteration 6)",
                   "resume: trimtab run --resume runs/small-1 --local --iterations 12",
-                  "report: trimtab report runs/small-1", "trimtab plan --from-run runs/small-1"):  # fmt: skip
+                  "report: trimtab show runs/small-1 --report report.html",
+                  "trimtab plan --from-run runs/small-1"):  # fmt: skip
         assert words in told.out
     assert numbers(tmp_path / "runs/small-1") == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "runs/small-1/job.yaml").read_text().startswith("# The job of this run")
@@ -116,7 +117,7 @@ def test_every_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "runs/grpo-1").is_dir()
 
 
-@pytest.mark.parametrize("form", [["--json"], ["--format", "yaml"]])
+@pytest.mark.parametrize("form", [["-f", "json"], ["--format", "yaml"]])
 def test_the_answer_for_programs_stands_alone_on_standard_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: list[str]
 ) -> None:
@@ -127,7 +128,7 @@ def test_the_answer_for_programs_stands_alone_on_standard_output(
         "        return 1\n"
     )
     path = emulated_file(tmp_path, EMULATED.replace("emulate: true", "use: 'talker:Talker'"))
-    assert run(["run", str(path), "--local", "-n", "2", *form]) == 0
+    assert run(["run", str(path), "--local", "--iterations", "2", *form]) == 0
     told = capsys.readouterr()
     data = parse(told.out, "answer")
     assert (data["state"], data["iterations"], data["folder"]) == ("done", 2, "runs/emulated-1")
@@ -136,7 +137,7 @@ def test_the_answer_for_programs_stands_alone_on_standard_output(
 
 
 def test_quiet_says_nothing_but_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["run", str(emulated_file(tmp_path)), "--local", "-n", "2", "--quiet"]) == 0
+    assert run(["run", str(emulated_file(tmp_path)), "--local", "--iterations", "2", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -153,7 +154,7 @@ def test_a_plan_of_ones_own_is_run_as_it_is(tmp_path: Path, capsys: pytest.Captu
     path = emulated_file(tmp_path)
     groups = [{"components": ["rollout"], "gpus": [0, 1, 2]}, {"components": ["trainer"], "gpus": [3]}]
     (tmp_path / "plan.json").write_text(json.dumps({"groups": groups}))
-    assert run(["run", str(path), "--local", "-n", "2", "--plan", "plan.json"]) == 0
+    assert run(["run", str(path), "--local", "--iterations", "2", "--plan", "plan.json"]) == 0
     assert "plan: rollout 3 | trainer 1 GPUs" in capsys.readouterr().err
     (tmp_path / "plan.json").write_text(json.dumps({"groups": [{"components": ["rollout"], "gpus": [0, 9]}]}))
     assert run(["run", str(path), "--local", "--plan", "plan.json"]) == 2
@@ -209,8 +210,8 @@ def test_a_run_does_not_go_on_as_another_job(
 
 def test_a_seed_given_on_the_command_line_is_part_of_the_job(tmp_path: Path) -> None:
     assert run(["run", str(job_file(tmp_path, iterations=2)), "--local", "-q", "--seed", "5"]) == 0
-    assert run(["run", "--resume", "runs/small-1", "--local", "-n", "3", "--seed", "6"]) == 2
-    assert run(["run", "--resume", "runs/small-1", "--local", "-n", "3", "-q"]) == 0
+    assert run(["run", "--resume", "runs/small-1", "--local", "--iterations", "3", "--seed", "6"]) == 2
+    assert run(["run", "--resume", "runs/small-1", "--local", "--iterations", "3", "-q"]) == 0
     assert trimtab.Job.of_run("runs/small-1").run_job.seed == 5
 
 
@@ -283,7 +284,7 @@ def test_a_folder_that_is_taken_or_in_use_is_refused(tmp_path: Path, capsys: pyt
     assert run(["run", str(path), "--local", "--folder", "mine"]) == 2
     assert "`trimtab run --resume mine` goes on with it" in capsys.readouterr().err
     held = RunFolder(Path("mine"), resume=True)
-    assert run(["run", "--resume", "mine", "-n", "2"]) == 2  # without --local: no Ray is started for it
+    assert run(["run", "--resume", "mine", "--iterations", "2"]) == 2  # without --local: no Ray is started for it
     assert "another run writes this folder" in capsys.readouterr().err
     held.close()
     (tmp_path / "file").write_text("")
@@ -295,7 +296,7 @@ def test_more_nodes_than_one_machine_carries_are_refused(tmp_path: Path, capsys:
     path = emulated_file(tmp_path, EMULATED.replace("nodes: 1", "nodes: 64"))
     assert run(["run", str(path)]) == 3
     assert "the job has 64 nodes, and a Ray on this machine has 8 at the most" in capsys.readouterr().err
-    assert run(["run", str(path), "--local", "-n", "2", "-q"]) == 0
+    assert run(["run", str(path), "--local", "--iterations", "2", "-q"]) == 0
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -396,7 +397,7 @@ def test_ctrl_c_once_ends_the_run_after_its_iteration_and_says_how_to_go_on(tmp_
     done = numbers(folder)
     assert done == list(range(1, done[-1] + 1))
     assert read_run(folder).saved == done[-1]
-    assert run(["run", "--resume", str(folder), "--local", "-q", "-n", str(done[-1] + 2)]) == 0
+    assert run(["run", "--resume", str(folder), "--local", "-q", "--iterations", str(done[-1] + 2)]) == 0
     assert numbers(folder) == list(range(1, done[-1] + 3))
 
 
@@ -528,7 +529,7 @@ def test_with_a_ray_of_its_own_nothing_is_left_behind_after_ctrl_c(tmp_path: Pat
     assert read_run(folder).saved == numbers(folder)[-1]
     # The same folder goes on without Ray as well.
     last = numbers(folder)[-1]
-    assert run(["run", "--resume", str(folder), "--local", "-q", "-n", str(last + 1)]) == 0
+    assert run(["run", "--resume", str(folder), "--local", "-q", "--iterations", str(last + 1)]) == 0
     assert numbers(folder) == list(range(1, last + 2))
 
 
@@ -668,7 +669,7 @@ def test_classes_of_a_script_are_found_by_the_run_s_other_processes_and_by_a_res
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "done", done.stderr
-    assert run(["run", "--resume", "runs/job-1", "--local", "-n", "6", "-q"]) == 0
+    assert run(["run", "--resume", "runs/job-1", "--local", "--iterations", "6", "-q"]) == 0
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

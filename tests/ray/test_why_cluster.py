@@ -350,16 +350,16 @@ def test_watching_ends_when_nothing_waits_any_more(asked: Asked, owned: list[Any
     owned.append(made(seat, "Second"))
     asked.finding("BUSY")
     threading.Timer(1.0, lambda: ray.kill(first)).start()
-    status, text = asked.why(watch=0.2, at_most=WAIT_S)
+    status, text = asked.why(live=True, every=0.2, at_most=WAIT_S)
     assert status == 0
     assert text.index("BUSY") < text.index("Nothing waits.")
-    assert asked.data(watch=0.2, at_most=WAIT_S)[1]["status"] == "nothing waits"
+    assert asked.data(live=True, every=0.2, at_most=WAIT_S)[1]["status"] == "nothing waits"
 
 
 def test_watching_something_that_never_starts_ends_with_its_time(asked: Asked, owned: list[Any]) -> None:
     owned.append(made({"resources": {"nowhere": 1}}))
     asked.finding("NO_RESOURCE")
-    assert asked.why(watch=0.2, at_most=0.5)[0] == 3
+    assert asked.why(live=True, every=0.2, at_most=0.5)[0] == 3
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -391,8 +391,8 @@ def test_something_else_that_listens_is_not_taken_for_a_cluster() -> None:
         ({"address": "local"}, "a new, empty one"),
         ({"address": "nonsense"}, "no address"),
         ({"overrides": ["a=1"]}, "need --would-fit"),
-        ({"watch": 0.0}, "--watch"),
-        ({"watch": float("nan")}, "--watch"),
+        ({"live": True, "every": 0.0}, "--every"),
+        ({"live": True, "every": float("nan")}, "--every"),
         ({"watch": 1.0, "would_fit": Path("job.yaml")}, "exclude each other"),
     ],
 )
@@ -432,7 +432,7 @@ def test_a_view_on_a_terminal_ends_with_ctrl_c_and_its_status(cluster: Cluster, 
     owned.append(made({"resources": {"nowhere": 1}}))
     until(lambda: bool(GcsReader(str(cluster.address)).look().waiting))
     terminal, theirs = pty.openpty()
-    command = [sys.executable, "-m", "trimtab", "why", "-a", str(cluster.address), "-w", "0.5"]
+    command = [sys.executable, "-m", "trimtab", "why", "-a", str(cluster.address), "--live", "--every", "0.5"]
     view = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     shown = b""

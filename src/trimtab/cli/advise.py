@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from trimtab.cli.options import DashboardPortOption, FormatOption, JsonOption, ProfileOption, read_profile
+from trimtab.cli.options import (
+    AtMostOption,
+    DashboardOption,
+    EveryOption,
+    FormatOption,
+    FrameworkOption,
+    JobArgument,
+    OverridesArgument,
+    PortOption,
+    ProfileOption,
+    ReportOption,
+    WarmupOption,
+    WatchAddressOption,
+    at_most_of,
+    check_seconds,
+    read_profile,
+)
 from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text
 from trimtab.render.output import Format, answer, err, share, warn
@@ -36,60 +51,51 @@ SHORTEST_S = 0.05  # between two reads of the log
 
 
 def advise(
-    config: Annotated[Path, Argument(metavar="CONFIG", help="Configuration of the run.")],
-    overrides: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Overrides of the run.")] = None,
+    config: JobArgument,
+    overrides: OverridesArgument = None,
     follow: Annotated[
         list[Path] | None, Option(metavar="RUN", help="Log of the run, or folder of its event files (repeatable).")
     ] = None,
     profile: ProfileOption = None,
     once: Annotated[bool, Option("--once", help="Read a finished log to its end, print the advice, and exit.")] = False,
-    output: Annotated[Path | None, Option("--output", "-o", help="Also write an HTML report.")] = None,
+    report: ReportOption = None,
     folder: Annotated[
         Path | None, Option(metavar="DIR", help="Folder for the observations.  [default: runs/advise-LOG-ID]")
     ] = None,
-    dashboard: Annotated[bool, Option("--dashboard", help="Serve a local dashboard while following.")] = False,
-    port: DashboardPortOption = None,
+    dashboard: DashboardOption = False,
+    port: PortOption = None,
     engine: Annotated[
         list[str] | None, Option(metavar="URL", help="Rollout engine to read metrics from (repeatable).")
     ] = None,
-    address: Annotated[
-        str | None, Option("--address", "-a", help="Ray cluster of the run (host:6379, or auto).")
-    ] = None,
+    address: WatchAddressOption = None,
     restart_hook: Annotated[
         str | None, Option(metavar="CMD", help="Command to run at the next checkpoint, if a restart pays.")
     ] = None,
     least_gain: Annotated[str, Option(help="With --restart-hook: minimum gain.")] = "10%",
     restart_s: Annotated[float, Option(help="Cost of a restart in seconds; the gain must exceed it.")] = 300.0,
     hook_s: Annotated[float, Option(help="With --restart-hook: time limit of the command, in seconds.")] = 600.0,
-    framework: Annotated[
-        str | None, Option(help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from CONFIG]")
-    ] = None,
-    warmup: Annotated[int, Option(help="Steps to skip after every start of the run.")] = 2,
-    every: Annotated[float, Option(metavar="S", help="Seconds between two reads.")] = 2.0,
-    at_most: Annotated[float | None, Option(metavar="S", help="Stop after this time.")] = None,
+    framework: FrameworkOption = None,
+    warmup: WarmupOption = 2,
+    every: EveryOption = 2.0,
+    at_most: AtMostOption = None,
     silent: Annotated[float, Option(metavar="S", help="Stop if the log shows no step for this time.")] = 7200.0,
     form: FormatOption = Format.text,
-    as_json: JsonOption = False,
 ) -> None:
     """Show where the step time of a run goes, and which placement would be faster.
 
     For runs of verl, RLinf, NeMo RL and OpenRLHF. Follows the log, separates cost drift from noise, and recommends a
     better placement that the framework can run, with its gain, error band and overrides. The run is not changed.
-    Observations are kept in a folder: the same advice is given once, and `trimtab dashboard DIR` and
-    `trimtab report DIR` show it.
+    Observations are kept in a folder: the same advice is given once, and `trimtab show DIR` shows it.
 
     Examples:
 
         trimtab advise verl_config.yaml trainer.nnodes=4 --follow run.log
         trimtab advise config.yaml --follow run.log --dashboard
-        trimtab advise config.yaml --follow run.jsonl --once -o report.html
+        trimtab advise config.yaml --follow run.jsonl --once --report report.html
         trimtab advise config.yaml --follow run.log --restart-hook ./restart.sh --least-gain 15%
     """
-    form = Format.json if as_json else form
     shows = dashboard or port is not None
     _check_call(follow, once, restart_hook, shows, {"--every": every, "--silent": silent, "--hook-s": hook_s})
-    if at_most is not None:
-        check_seconds(at_most, "--at-most", 0.0)
     check_seconds(restart_s, "--restart-s", 0.0)
     if warmup < 0:
         raise InputError("--warmup cannot be negative")
@@ -98,7 +104,7 @@ def advise(
         config, overrides or [], follow or [], profile, framework, warmup, restart_s, engine or [], address
     ) as follower:
         follower.every_s, follower.silent_s, follower.least_gain = every, silent, gain
-        follower.at_most_s = math.inf if at_most is None else at_most
+        follower.at_most_s = at_most_of(at_most)
         record = None
         if folder is not None or not once:
             record = _record(folder, follow or [], config, overrides or [], needed=restart_hook is not None or shows)
@@ -111,9 +117,9 @@ def advise(
                     restart_hook, str(config), hook_s, record.past.ran_for, record.record_hook_start
                 )
             if once:
-                _answer_once(follower, form, output)
+                _answer_once(follower, form, report)
             else:
-                _follow(follower, form, output, shows, port)
+                _follow(follower, form, report, shows, port)
 
 
 # ---- follower ------------------------------------------------------------------------------------------------------
@@ -201,19 +207,19 @@ def _record(
 # ---- output --------------------------------------------------------------------------------------------------------
 
 
-def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
+def _answer_once(follower: Follower, form: Format, report: Path | None) -> None:
     from trimtab.render.text import advise as advise_text
 
     frame = follower.once()
     if follower.record is not None:
         follower.record.write_frame(frame, follower.advising, advise_text.as_data(frame, follower.history))
-    _report(follower, frame, output)
+    _report(follower, frame, report)
     answer(advise_text.as_data(frame, follower.history), form, lambda: advise_text.print_text(frame, follower.history))
 
 
-def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, port: int | None) -> None:
+def _follow(follower: Follower, form: Format, report: Path | None, shows: bool, port: int | None) -> None:
     """Follows with a live view on a terminal, otherwise a line per event; prints the summary at the end."""
-    from trimtab.cli.dashboard import beside
+    from trimtab.cli.show import beside
     from trimtab.render.text import advise as advise_text
     from trimtab.runtime.procs.interrupts import signals_interrupt
 
@@ -240,7 +246,7 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
                     fault = record.fault
                 # also at first: an output that cannot be written must be reported at once
                 if frame.news or not reported:
-                    _report(follower, frame, output)
+                    _report(follower, frame, report)
                     reported = True
                 show(frame)
     except KeyboardInterrupt:
@@ -251,7 +257,7 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
         return
     if record is not None:
         record.stopped(frame.ended or "interrupted")
-    _report(follower, frame, output)
+    _report(follower, frame, report)
     if form is Format.text:
         if frame.ended is not None:
             err.print(frame.ended, markup=False)
@@ -288,12 +294,12 @@ def _line(form: Format, data: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _report(follower: Follower, frame: FollowFrame, output: Path | None) -> None:
-    if output is None:
+def _report(follower: Follower, frame: FollowFrame, report: Path | None) -> None:
+    if report is None:
         return
     from trimtab.render.html.advise_report import advise_report
 
-    write_text(output, advise_report(follower, frame))
+    write_text(report, advise_report(follower, frame))
 
 
 def _check_call(
@@ -307,12 +313,7 @@ def _check_call(
         raise InputError(
             "--dashboard and --once exclude each other",
             where="command line",
-            hint="use --once --folder DIR, then `trimtab dashboard DIR`",
+            hint="use --once --folder DIR, then `trimtab show DIR --dashboard`",
         )
     for option, value in seconds.items():
         check_seconds(value, option, SHORTEST_S)
-
-
-def check_seconds(seconds: float, option: str, min_s: float) -> None:
-    if not min_s <= seconds < float("inf"):
-        raise InputError(f"{option} must be at least {min_s:g} s, not {seconds:g}", where=f"command line: {option}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import sys
 import time
@@ -16,16 +15,23 @@ from typer import Argument, Option
 
 from trimtab.cli.options import (
     EngineOption,
+    FormatOption,
     GpuOption,
     MaxTokensOption,
     MeanTokensOption,
     ModelOption,
+    NoiseOption,
+    OutputOption,
+    OverridesArgument,
+    PlanAddressOption,
     ProfileOption,
+    ReportOption,
     SamplesOption,
+    TraceOption,
     TrainOption,
     called,
     read_profile,
-    save_report,
+    save,
 )
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
@@ -41,25 +47,16 @@ log = logging.getLogger("trimtab.plan")
 EXAMPLE = "grpo.yaml"
 
 
-class PlanFormat(str, enum.Enum):
-    """Output formats of a plan."""
-
-    text = "text"
-    json = "json"
-    yaml = "yaml"
-    overrides = "overrides"
-
-
 def plan(
     file: Annotated[
-        Path | None, Argument(help="Job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
+        Path | None,
+        Argument(metavar="[FILE]", help="Job file, or a config of RLinf, verl, NeMo RL, OpenRLHF, ..."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
-    ] = None,
+    overrides: OverridesArgument = None,
     profile: ProfileOption = None,
     from_run: Annotated[
-        Path | None, Option(help="Use the costs measured by the run in this folder; without FILE also its job.")
+        Path | None,
+        Option(metavar="DIR", help="Costs measured by the run in this folder; without FILE also its job."),
     ] = None,
     model: ModelOption = None,
     gpu: GpuOption = None,
@@ -68,14 +65,21 @@ def plan(
     max_tokens: MaxTokensOption = None,
     rollout: EngineOption = "",
     train: TrainOption = "",
-    form: Annotated[PlanFormat, Option("--format", "-f", help="Output format.")] = PlanFormat.text,
-    apply: Annotated[bool, Option("--apply", help="Write the placement into FILE (keeps a backup).")] = False,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Write FILE with the new placement to this file.")
+    join: Annotated[
+        str | None, Option(metavar="N[xGPUS][:KIND]", help="N nodes join, like the others or of GPUS GPUs of KIND.")
     ] = None,
-    report: Annotated[Path | None, Option(help="Write an HTML report with timelines.")] = None,
-    svg: Annotated[Path | None, Option(help="Write the timeline of the plan as SVG.")] = None,
-    noise: Annotated[str, Option(help="Differences below this count as noise, for near ties and sensitivity.")] = "5%",
+    leave: Annotated[str | None, Option(metavar="N|NODE", help="The last N nodes leave, or the named node.")] = None,
+    address: PlanAddressOption = None,
+    form: FormatOption = Format.text,
+    as_overrides: Annotated[
+        bool, Option("--overrides", help="Print only the placement, as overrides of the framework.")
+    ] = False,
+    apply: Annotated[bool, Option("--apply", help="Write the placement into FILE (keeps a backup).")] = False,
+    output: OutputOption = None,
+    report: ReportOption = None,
+    svg: Annotated[Path | None, Option(metavar="FILE", help="Write the timeline of the plan as SVG.")] = None,
+    trace: TraceOption = None,
+    noise: NoiseOption = "5%",
     sensitivity: Annotated[bool, Option(help="Show how far each cost may be off before the choice changes.")] = True,
 ) -> None:
     """Find the best placement of every component under the job's measured costs, with proof and reasons.
@@ -96,10 +100,24 @@ def plan(
 
         trimtab plan job.yaml
         trimtab plan job.yaml cluster.nodes=4 --report plan.html
-        trimtab plan verl_config.yaml --profile profile.yaml --format overrides
+        trimtab plan verl_config.yaml --profile profile.yaml --overrides
         trimtab plan --from-run runs/grpo-1 cluster.nodes=4
         trimtab plan verl_config.yaml --gpu h100 --mean-tokens 2000
+        trimtab plan job.yaml --join 2x4:L40S
+
+    --join, --leave and --address (the nodes that run there) answer for nodes that come or go: what each component
+    should get, and whether to keep the current placement.
     """
+    if join is not None or leave is not None or address is not None:
+        from trimtab.cli.plan_nodes import advise
+
+        for option, other in (("--from-run", from_run), ("--report", report), ("--svg", svg), ("--trace", trace),
+                              ("--output", output), ("--apply", apply), ("--overrides", as_overrides), ("--gpu", gpu),
+                              ("--model", model)):  # fmt: skip
+            if other:
+                raise InputError(f"{option} does not go with --join, --leave and --address", where="command line")
+        advise(file, overrides or [], join, leave, profile, noise, address, form)
+        return
     from trimtab.plan.placement.planner import best_plan, explain
 
     noise_share = share(noise, "--noise")
@@ -135,12 +153,12 @@ def plan(
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
     settings = _settings(loaded, result)
-    _write_pictures(result, settings, loaded, report, svg, searched)
+    _write_pictures(result, settings, loaded, report, svg, trace, searched)
     if output is not None:
         _write_to(output, loaded, settings)
     if apply:
         _apply(loaded, settings)
-    _show(result, settings, loaded, form, searched, noise_share)
+    _show(result, settings, loaded, None if as_overrides else form, searched, noise_share)
 
 
 def _estimated(
@@ -199,9 +217,14 @@ def _other_settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings 
 
 
 def _show(
-    result: PlacementAnswer, settings: PlanSettings, loaded: LoadedJob, form: PlanFormat, searched: float, noise: float
+    result: PlacementAnswer,
+    settings: PlanSettings,
+    loaded: LoadedJob,
+    form: Format | None,
+    searched: float,
+    noise: float,
 ) -> None:
-    if form is PlanFormat.overrides:
+    if form is None:
         from trimtab.formats.write_back import shell_words
 
         sys.stdout.write("".join(f"{word}\n" for word in shell_words(settings)))
@@ -215,7 +238,7 @@ def _show(
     other = _other_settings(loaded, result)
     answer(
         as_data(result, settings, loaded.file_format, searched, other),
-        Format(form.value),
+        form,
         lambda: print_text(result, settings, searched, noise, other),
     )
 
@@ -226,6 +249,7 @@ def _write_pictures(
     loaded: LoadedJob,
     report: Path | None,
     svg: Path | None,
+    trace: Path | None,
     searched: float,
 ) -> None:
     if report is not None:
@@ -239,13 +263,16 @@ def _write_pictures(
             command=called(),
             search_seconds=searched,
         )
-        save_report(report, page)
+        save(report, page)
     if svg is not None:
         from trimtab.render.html.kit.timeline import plan_chart
         from trimtab.render.html.kit.timeline import svg as draw
 
-        write_text(svg, draw(plan_chart(result.best, loaded.path.stem)))
-        err.print(f"timeline written to {svg}")
+        save(svg, draw(plan_chart(result.best, loaded.path.stem)), "timeline")
+    if trace is not None:
+        from trimtab.render.chrome_trace import plan_trace
+
+        save(trace, plan_trace(result.best, loaded.path.stem), "trace")
 
 
 def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
@@ -257,7 +284,7 @@ def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
         raise InputError(
             f"not written: {', '.join(stuck)} is not set in the file itself",
             where=str(loaded.path),
-            hint="pass the overrides to the run instead (--format overrides)",
+            hint="pass the overrides to the run instead (--overrides)",
         )
     write_text(output, edited(yaml_text.read_text(loaded.path), settings.values, str(loaded.path)))
     err.print(f"{loaded.path} with the new placement written to {output}")

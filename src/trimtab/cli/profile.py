@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from trimtab.cli.options import FormatOption
+from trimtab.cli.options import ForceOption, FormatOption, FrameworkOption, OutputOption, WarmupOption
 from trimtab.core.errors import InputError
 from trimtab.render.output import Format, answer, err, out, print_lines, text_table, warn
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Costs: times from logs, memory from a model's configuration.", no_args_is_help=True)
 
-OutputOption = Annotated[Path | None, Option("--output", "-o", help="Also write the profile to this file.")]
-
 
 @app.command()
 def logs(
@@ -36,11 +34,9 @@ def logs(
         list[str] | None, Option(help="GPUs of all components (16) or of a component (rollout=8); repeatable.")
     ] = None,
     config: Annotated[Path | None, Option(help="Configuration of the run (YAML), for its GPU counts.")] = None,
-    framework: Annotated[
-        str | None, Option(help="verl, rlinf, nemo_rl or openrlhf.  [default: detected from the log]")
-    ] = None,
-    warmup: Annotated[int, Option(help="Steps to skip after every start of the run.")] = 2,
-    kind: Annotated[str, Option(help="GPU kind of the run, e.g. H100.")] = "",
+    framework: FrameworkOption = None,
+    warmup: WarmupOption = 2,
+    gpu: Annotated[str, Option("--gpu", help="GPU kind of the run, e.g. H100.")] = "",
     lengths: Annotated[
         list[Path] | None,
         Option(help="Dumped answers (JSON lines, or a folder of them), for the distribution of lengths."),
@@ -69,7 +65,7 @@ def logs(
         framework=framework,
         config=config,
         warmup=warmup,
-        kind=kind,
+        kind=gpu,
         lengths=lengths or (),
         group_size=group_size,
     )
@@ -236,7 +232,7 @@ def layers(
         str | None, Option("--model-name", "-m", help="Name of the model in the files.  [default: the factory's]")
     ] = None,
     batch_size: Annotated[int, Option("--batch-size", "-b", help="Microbatch size.")] = 8,
-    dtype: Annotated[str, Option("--dtype", "-d", help="torch.float32, torch.bfloat16, ...")] = "torch.float32",
+    dtype: Annotated[str, Option(help="torch.float32, torch.bfloat16, ...")] = "torch.float32",
     device: Annotated[str, Option(help="cpu, cuda or cuda:1.")] = "cpu",
     repeats: Annotated[int, Option(help="Measured passes; the median counts.")] = 5,
     warmup: Annotated[int, Option(help="Warm-up passes.")] = 2,
@@ -245,13 +241,13 @@ def layers(
     mem_mb: Annotated[float | None, Option(help="Memory of the device type.  [default: 90 % of the device's]")] = None,
     models_file: Annotated[Path, Option("--models-file", "-M", help="Models file.")] = Path("models.yml"),
     types_file: Annotated[Path, Option("--dev-types-file", "-T", help="Device types file.")] = Path("device_types.yml"),
-    force: Annotated[bool, Option("--force", help="Replace contradicting entries.")] = False,
+    force: ForceOption = False,
     from_json: Annotated[Path | None, Option(help="Save a profile measured elsewhere, without measuring.")] = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Measure seconds, memory and transferred elements of each block of a PyTorch model.
 
-    With --type the figures are saved to models.yml and device_types.yml, for `trimtab partition`.
+    With --type the figures are saved to models.yml and device_types.yml, for `trimtab pipeline`.
 
     Examples:
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from trimtab.cli.options import DashboardPortOption, JsonOption
+from trimtab.cli.options import (
+    DashboardOption,
+    FormatOption,
+    OverridesArgument,
+    PortOption,
+    RunAddressOption,
+    TraceOption,
+    save,
+)
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.run import ReplanMode
 from trimtab.render.output import Format, answer, err, out, print_lines
@@ -25,26 +33,27 @@ STOPPED = 130
 
 
 def run(
-    job: Annotated[Path | None, Argument(help="Job file in trimtab's own form, with `use` or `emulate`.")] = None,
-    local: Annotated[bool, Option("--local", help="Run in this process, without Ray.")] = False,
-    address: Annotated[
-        str | None, Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, or a new local Ray]")
+    job: Annotated[
+        Path | None, Argument(metavar="[FILE]", help="Job file in trimtab's own form, with `use` or `emulate`.")
     ] = None,
+    overrides: OverridesArgument = None,
+    local: Annotated[bool, Option("--local", help="Run in this process, without Ray.")] = False,
+    address: RunAddressOption = None,
     folder: Annotated[
         Path | None,
-        Option("--folder", "-o", help="Folder for events, summary and checkpoints.  [default: runs/NAME-N]"),
+        Option("--folder", metavar="DIR", help="Folder for events, summary and checkpoints.  [default: runs/NAME-N]"),
     ] = None,
-    resume: Annotated[Path | None, Option(help="Resume the run in this folder.")] = None,
-    iterations: Annotated[int | None, Option("--iterations", "-n", help="Override run.iterations.")] = None,
+    resume: Annotated[Path | None, Option(metavar="DIR", help="Resume the run in this folder.")] = None,
+    iterations: Annotated[int | None, Option(help="Override run.iterations.")] = None,
     seed: Annotated[int | None, Option(help="Override run.seed.")] = None,
-    mode: Annotated[ReplanMode | None, Option(help="What re-planning may do: advise, or migrate the run.")] = None,
+    replan: Annotated[ReplanMode | None, Option(help="What re-planning may do: advise, or migrate the run.")] = None,
     plan: Annotated[
-        Path | None, Option(help="Use this plan (output of `trimtab plan -f json`) instead of the best.")
+        Path | None, Option(metavar="FILE", help="Use this plan (`trimtab plan -f json`) instead of the best.")
     ] = None,
-    dashboard: Annotated[bool, Option("--dashboard", help="Serve a local dashboard while the run goes on.")] = False,
-    port: DashboardPortOption = None,
-    form: Annotated[Format, Option("--format", "-f", help="Output format of the result.")] = Format.text,
-    as_json: JsonOption = False,
+    dashboard: DashboardOption = False,
+    port: PortOption = None,
+    trace: TraceOption = None,
+    form: FormatOption = Format.text,
     quiet: Annotated[bool, Option("--quiet", "-q", help="No progress, only the result.")] = False,
 ) -> None:
     """Run a job: measure missing costs, plan, run, and re-plan when the plan is no longer the best.
@@ -55,17 +64,16 @@ def run(
     Examples:
 
         trimtab run examples/grpo/job.yaml --local
-        trimtab run job.yaml --iterations 200 --mode auto
+        trimtab run job.yaml cluster.nodes=2 --iterations 200 --replan auto
         trimtab run --resume runs/grpo-1 --iterations 400
     """
-    from trimtab.cli.dashboard import beside
+    from trimtab.cli.show import beside
     from trimtab.render.live import RunDisplay, signal_callbacks, stdout_to_stderr
     from trimtab.render.text.run import RunNarrator, last_lines
 
     if local and address:
         raise InputError("--local and --address exclude each other", where="command line")
-    form = Format.json if as_json else form
-    request = _job(job, folder, resume, iterations, seed, mode)
+    request = _job(job, overrides or [], folder, resume, iterations, seed, replan)
     if resume is not None and _is_over(resume, request.run_job.iterations, form):
         return
     chosen = _plan(request, plan) if plan is not None else None
@@ -108,6 +116,11 @@ def run(
             )
     again = " --local" if local else f" --address {address}" if address else ""
     data = _end_data(end, story, where["folder"], request)
+    if trace is not None:
+        from trimtab.render.chrome_trace import run_trace
+        from trimtab.render.html.run.story import read_story
+
+        save(trace, run_trace(read_story(Path(where["folder"]))), "trace")
     answer(data, form, lambda: print_lines(last_lines({**data, "again": again})))
     sys.stdout.flush()
     if end.state == "failed":
@@ -118,6 +131,7 @@ def run(
 
 def _job(
     job: Path | None,
+    overrides: list[str],
     folder: Path | None,
     resume: Path | None,
     iterations: int | None,
@@ -133,8 +147,8 @@ def _job(
         if job is None:
             return Job.of_run(resume, iterations=iterations, seed=seed, mode=word)
     if job is None:
-        raise InputError("JOB is missing", where="command line", hint="trimtab run JOB, or trimtab run --resume DIR")
-    return Job.load(job, iterations=iterations, seed=seed, mode=word)
+        raise InputError("FILE is missing", where="command line", hint="trimtab run FILE, or trimtab run --resume DIR")
+    return Job.load(job, overrides, iterations=iterations, seed=seed, mode=word)
 
 
 def _plan(job: Job, file: Path) -> Plan:
@@ -146,7 +160,7 @@ def _plan(job: Job, file: Path) -> Plan:
         ranks = {str(name): tuple(map(int, group["gpus"])) for group in groups for name in group["components"]}
     except (TypeError, KeyError, ValueError):
         raise InputError(
-            "not a plan", where=str(file), hint="`trimtab plan JOB --format json > plan.json` writes one"
+            "not a plan", where=str(file), hint="`trimtab plan FILE --format json > plan.json` writes one"
         ) from None
     return job.plan(ranks)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
+from trimtab.cli.options import OutputOption
 from trimtab.formats.files import write_text
 
 
@@ -23,7 +23,7 @@ class SchemaKind(str, enum.Enum):
 
 def schema(
     kind: Annotated[SchemaKind, Argument(help="job, scenario (of `simulate`) or profile.")] = SchemaKind.job,
-    output: Annotated[Path | None, Option("--output", "-o", help="Write to this file.")] = None,
+    output: OutputOption = None,
 ) -> None:
     """Print the JSON Schema of a file, for completion and checks in an editor.
 

@@ -1,8 +1,8 @@
-"""`trimtab why`: what waits on any Ray cluster, and why. Read-only.
+"""`trimtab why`: what waits on any Ray cluster, and why; the story of a task, group, node, engine or request.
 
-Exit status: 0 if nothing waits, or if what waits can start when other work ends (`status` in the output tells which); 3
-if something can never start on the nodes that stay. `--would-fit` checks a job that has not been started. Heavy imports
-happen inside the functions, so that the command line starts quickly.
+Read-only. Exit status: 0 if nothing waits, or if what waits can start when other work ends (`status` in the output
+tells which); 3 if something can never start on the nodes that stay. `--would-fit` checks a job that has not been
+started. Heavy imports happen inside the functions, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -12,68 +12,123 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from trimtab.cli.advise import check_seconds
-from trimtab.cli.options import FormatOption, read_profile
+from trimtab.cli.options import (
+    AddressOption,
+    AtMostOption,
+    EveryOption,
+    FormatOption,
+    NameOption,
+    OverridesArgument,
+    ProfileOption,
+    TokenFileOption,
+    UrlOption,
+    at_most_of,
+    check_seconds,
+    controller_session,
+    read_profile,
+)
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.render.output import Format, answer
 
 if TYPE_CHECKING:
     from trimtab.machines.diagnose.findings import Diagnosis
     from trimtab.machines.diagnose.snapshot import GcsSnapshot
+    from trimtab.runtime.client.session import Session
     from trimtab.runtime.rayapi.gcs_snapshot import GcsReader
 
 SHORTEST_S = 0.2  # between two snapshots
 
 
 def why(
-    address: Annotated[
+    name: Annotated[
         str | None,
-        Option("--address", "-a", help="Ray cluster (host:6379).  [default: RAY_ADDRESS, or the local cluster]"),
+        Argument(metavar="[NAME]", help="Task, elastic group, node (prefix of its id), engine or request; else all."),
     ] = None,
+    overrides: OverridesArgument = None,
+    address: AddressOption = None,
+    controller: NameOption = None,
+    url: UrlOption = None,
+    token_file: TokenFileOption = None,
     would_fit: Annotated[
-        Path | None, Option(metavar="JOB", help="Check whether the plan of this job file would fit.")
+        Path | None, Option(metavar="FILE", help="Check whether the plan of this job file would fit.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="With --would-fit: keys of the job file to override.")
-    ] = None,
-    profile: Annotated[
-        Path | None, Option("--profile", "-p", help="With --would-fit: measured costs for the plan.")
-    ] = None,
-    watch: Annotated[
-        float | None, Option("--watch", "-w", metavar="S", help="Repeat every S seconds until nothing waits.")
-    ] = None,
-    at_most: Annotated[float, Option(metavar="S", help="With --watch: stop after this time.")] = 3600.0,
+    profile: ProfileOption = None,
+    live: Annotated[bool, Option("--live", help="Update until nothing waits.")] = False,
+    every: EveryOption = 2.0,
+    at_most: AtMostOption = 3600.0,
     form: FormatOption = Format.text,
 ) -> None:
-    """Explain every actor, task and placement group of a Ray cluster that waits, and what would help.
+    """Say why a task, node, engine or anything of a Ray cluster waits, and what would help.
 
-    Works with any Ray cluster; trimtab need not run on it. Exit status 3 if something can never start.
+    Without NAME: every actor, task and placement group that waits on a Ray cluster, whatever runs there. With NAME: its
+    state, the reason, what must happen next, and its story, as the engines' gateway or the pools' controller tells it.
+    Exit status 3 if something can never start.
 
     Examples:
 
         trimtab why
-        trimtab why --address 10.0.0.1:6379 --format json
-        trimtab why --watch 2
+        trimtab why rollout-03
+        trimtab why engine-2
+        trimtab why --address 10.0.0.1:6379 --live
         trimtab why --would-fit job.yaml cluster.nodes=4
     """
-    if would_fit is None and (overrides or profile is not None):
-        raise InputError("overrides and --profile need --would-fit", hint="trimtab why --would-fit job.yaml KEY=VALUE")
-    if watch is not None:
-        check_seconds(watch, "--watch", SHORTEST_S)
-        check_seconds(at_most, "--at-most", 0.0)
+    words = [word for word in (name, *(overrides or ())) if word is not None]
+    if would_fit is None and profile is not None:
+        raise InputError("--profile needs --would-fit", hint="trimtab why --would-fit job.yaml KEY=VALUE")
+    if live and (would_fit is not None or words):
+        raise InputError("--live shows all that waits, without NAME and --would-fit", where="command line")
+    check_seconds(every, "--every", SHORTEST_S)
     if would_fit is not None:
-        if watch is not None:
-            raise InputError("--watch and --would-fit exclude each other", where="command line")
-        never = _would_fit(would_fit, overrides or [], profile, address, form)
+        never = _would_fit(would_fit, words, profile, address, form)
+    elif len(words) > 1:
+        raise InputError("one NAME at a time", where="command line", hint="KEY=VALUE needs --would-fit")
+    elif words:
+        _explain(words[0], address, controller, url, token_file, form)
+        return
     else:
-        never = _why(address, watch, at_most, form)
+        never = _why(address, every if live else None, at_most_of(at_most), form)
     if never:
         raise typer.Exit(InfeasibleError.exit_status)
+
+
+def _explain(
+    name: str, address: str | None, controller: str | None, url: str | None, token_file: Path | None, form: Format
+) -> None:
+    """Explains what a gateway (its address, or one of this user that knows the name) or a controller has."""
+    from trimtab.cli.engine import commands as engines
+    from trimtab.render.text import pool as pool_text
+
+    if url is not None or (address is None and controller is None and engines.knows(name)):
+        engines.show(name, url, token_file, form)
+        return
+    with controller_session(address, controller) as session:
+        try:
+            explanation = session.explain(name)
+        except InputError as unknown:
+            group = pool_text.group_data(name, session.status())
+            data = group or _node_data(session, name, unknown)
+            answer(data, form, lambda: (pool_text.print_group if group else pool_text.print_node)(data))
+            return
+        data = pool_text.explanation_data(explanation, session.status())
+    answer(data, form, lambda: pool_text.print_explanation(data))
+
+
+def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, Any]:
+    """A node's story; raises `unknown` if the name is not a node's."""
+    from trimtab.render.text import pool as pool_text
+
+    try:
+        node, story = session.ask("node_story", name)
+    except InputError:
+        if not (unknown.hint or "").startswith("did you mean"):
+            unknown.hint = "`trimtab task list` shows all tasks, `trimtab node list` the nodes"
+        raise unknown from None
+    return pool_text.node_data(node, story, session.status(), session.tasks())
 
 
 def _why(address: str | None, watch: float | None, at_most: float, form: Format) -> bool:

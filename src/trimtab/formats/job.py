@@ -248,7 +248,7 @@ class JobFile(Section):
     cluster: ClusterSection  # nodes and GPUs
     workflow: WorkflowSection  # components and their costs
     placement: dict[Name, str | int] | None = None  # the current plan: components and GPU ranks
-    rollout: RolloutSection | None = None  # engines and gateway of `trimtab rollout serve`
+    rollout: RolloutSection | None = None  # engines and gateway of `trimtab engine serve`
     elastic_config: Annotated[dict[str, Any], SETTINGS] | None = None  # how the number of engines follows the load
     run: RunSection = Field(default_factory=RunSection)  # how `trimtab run` runs it
 

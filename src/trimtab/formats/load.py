@@ -39,7 +39,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
             hint="see `trimtab plan --help` for a whole example",
         )
     if job.matches(data) and "${" not in text:
-        return job.read(overridden(data, overrides), path, profile, "" if overrides else text)
+        return job.read(yaml_text.overridden(data, overrides), path, profile, "" if overrides else text)
     # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
     from trimtab.formats.frameworks.hydra_config import compose
     from trimtab.formats.frameworks.registry import framework_of, titles
@@ -70,29 +70,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         where=str(path),
         hint=f"known are trimtab's job file (cluster, workflow) and the configs of {titles()}",
     )
-
-
-def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The data with `a.b=value` overrides applied; values are YAML."""
-    result = dict(data)
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        parts = key.strip().lstrip("+").split(".")
-        if not equals or not all(parts):
-            raise InputError(
-                f"this override cannot be understood: {override}",
-                where="command line",
-                hint="write key=value, for example workflow.batches=256",
-            )
-        place = result
-        for part in parts[:-1]:
-            child = place.get(part, {})
-            if not isinstance(child, Mapping):
-                raise InputError(f"{key} cannot be set: {part} is no mapping", where="command line")
-            # Only the path is copied: YAML aliases may make the whole data infinite.
-            place[part] = place = dict(child)
-        place[parts[-1]] = yaml_text.parse(value, f"command line: {override}")
-    return result
 
 
 def non_rl_purpose(data: Mapping[str, Any]) -> str | None:

@@ -113,7 +113,7 @@ def apply(
         raise InputError(
             f"not written: {', '.join(uneditable)} is not set in the file itself",
             where=str(path),
-            hint="give the overrides on the command line of the run instead (--format overrides)",
+            hint="give the overrides on the command line of the run instead (--overrides)",
         )
     changes = {key: value for key, value in settings.values.items() if not _stated(states, key, value)}
     target = path.resolve()
@@ -136,7 +136,7 @@ def edited(text: str, changes: Mapping[str, Any], name: str = "the file") -> str
         raise InputError(
             f"not written: the layout of this file does not let {', '.join(changes)} be edited safely",
             where=name,
-            hint="give the overrides on the command line of the run instead (--format overrides)",
+            hint="give the overrides on the command line of the run instead (--overrides)",
         )
     return result
 
@@ -337,7 +337,7 @@ def _replace_file(target: Path, shown: Path, text: str) -> Path:
         raise InputError(
             f"{shown} cannot be written: {error.strerror or error}",
             where=str(shown),
-            hint="the file is unchanged; use --output FILE, or give the overrides instead (--format overrides)",
+            hint="the file is unchanged; use --output FILE, or give the overrides instead (--overrides)",
         ) from None
     return backup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -136,6 +136,29 @@ def read_named(path: Path) -> tuple[Source, dict[str, Any]]:
         found = "nothing" if data is None else type(data).__name__
         raise InputError(f"a mapping of keys is expected, the file holds {found}", where=str(path))
     return source, dict(data)
+
+
+def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The data with `a.b=value` overrides applied; values are YAML."""
+    result = dict(data)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        parts = key.strip().lstrip("+").split(".")
+        if not equals or not all(parts):
+            raise InputError(
+                f"this override cannot be understood: {override}",
+                where="command line",
+                hint="write key=value, for example workflow.batches=256",
+            )
+        place = result
+        for part in parts[:-1]:
+            child = place.get(part, {})
+            if not isinstance(child, Mapping):
+                raise InputError(f"{key} cannot be set: {part} is no mapping", where="command line")
+            # Only the path is copied: YAML aliases may make the whole data infinite.
+            place[part] = place = dict(child)
+        place[parts[-1]] = parse(value, f"command line: {override}")
+    return result
 
 
 def dump(data: Any) -> str:

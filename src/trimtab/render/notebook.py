@@ -2,8 +2,8 @@
 
     trimtab.report("runs/grpo-1")
 
-The page of `trimtab report` in a sandboxed iframe: its style and script stay apart from the notebook's, and it loads
-nothing. Read when it is shown, so showing it again gives the current state of the run.
+The page of `trimtab show --report` in a sandboxed iframe: its style and script stay apart from the notebook's, and it
+loads nothing. Read when it is shown, so showing it again gives the current state of the run.
 """
 
 from __future__ import annotations

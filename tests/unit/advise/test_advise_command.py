@@ -54,7 +54,7 @@ def test_a_finished_log_is_answered_as_data_and_as_a_page(
     case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, page = written(case, tmp_path), tmp_path / "report.html"
-    assert run(words(case, tmp_path, log, "--once", "--json", "-o", str(page))) == 0
+    assert run(words(case, tmp_path, log, "--once", "--format", "json", "--report", str(page))) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["framework"] == case.framework
     assert data["components"][case.drifts]["drifted"]
@@ -91,7 +91,7 @@ def test_a_log_in_a_mode_whose_timings_are_waits_is_shown_and_not_planned(
     apart = "colocated: {enabled: false, resources: {gpus_per_node: 4}}"
     text = NEMO.config.replace("colocated: {enabled: true}", apart).replace("env: ", "unused: ")
     config.write_text(text.replace("prompt: 8}", "prompt: 8, async_grpo: {enabled: true}}"))
-    assert run(["advise", str(config), "--follow", str(log), "--once", "--json"]) == 0
+    assert run(["advise", str(config), "--follow", str(log), "--once", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["advice"] is None
     assert data["components"]["generation"]["wait"]
@@ -103,14 +103,14 @@ def test_a_log_in_a_mode_whose_timings_are_waits_is_shown_and_not_planned(
     ("more", "said"),
     [
         (["--once", "--restart-hook", "true"], "--restart-hook and --once exclude each other"),
-        (["--once", "--dashboard"], "then `trimtab dashboard DIR`"),
+        (["--once", "--dashboard"], "then `trimtab show DIR --dashboard`"),
         (["--engine", "engine:8000"], "no address of an engine"),
         (["--every", "0"], "--every must be at least"),
         (["--least-gain", "lots"], "share such as 5%"),
         (["--warmup", "-1", "--once"], "negative"),
         (["--framework", "rlinf", "--once"], "the log is from verl"),
         (["--framework", "verll", "--once"], "did you mean verl"),
-        (["--once", "-o", "/nowhere/at/all.html"], "/nowhere/at/all.html"),
+        (["--once", "--report", "/nowhere/at/all.html"], "/nowhere/at/all.html"),
         (["--once", "--warmup", "40"], "are warm-up"),
         (["--at-most", "nan"], "--at-most"),
     ],
@@ -234,7 +234,7 @@ def test_the_users_command_runs_once_at_the_next_checkpoint(tmp_path: Path, live
 
 
 def test_a_restart_after_the_users_command_runs_the_advised_plan(tmp_path: Path, lives: list[Live]) -> None:
-    live = Live(tmp_path, "--restart-hook", "true", "--least-gain", "5%", "--json")
+    live = Live(tmp_path, "--restart-hook", "true", "--least-gain", "5%", "--format", "json")
     lives.append(live)
     told = rows(VERL.told(saves=50))
     live.write("".join(told[:49]))
@@ -276,7 +276,7 @@ def test_a_log_that_never_tells_a_step_ends_with_what_is_read(tmp_path: Path) ->
 
 def test_it_ends_by_itself_when_its_time_is_over_and_the_page_is_there(tmp_path: Path, lives: list[Live]) -> None:
     written(VERL, tmp_path, VERL.steady(1, steps=14))
-    live = Live(tmp_path, "--at-most", "1", "-o", str(tmp_path / "page.html"))
+    live = Live(tmp_path, "--at-most", "1", "--report", str(tmp_path / "page.html"))
     lives.append(live)
     said = live.end(None)
     assert "1 s are over" in said

@@ -105,7 +105,7 @@ def test_an_advised_run_is_a_run_for_report_top_and_dashboard(
     assert advised.t_s == pytest.approx(at)
     # What was expected follows what was measured, though the log was read in one go.
     assert story.decisions[-1].numbers["iteration_s"] > 1.1 * story.decisions[0].numbers["iteration_s"]
-    for words in (["report", str(folder)], ["top", str(folder), "--once"]):
+    for words in (["show", str(folder), "--report", str(folder / "report.html")], ["show", str(folder)]):
         assert run(words) == 0
     shown = capsys.readouterr().out
     assert "60 iterations" in shown

@@ -134,7 +134,7 @@ def test_output_writes_another_file_and_leaves_the_first(capsys: pytest.CaptureF
 
 
 def test_overrides_are_printed_one_to_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = call(capsys, "plan", SEED, "--format", "overrides")
+    status, out, _ = call(capsys, "plan", SEED, "--overrides")
     assert status == 0
     assert out.splitlines()[0] == "'~cluster.component_placement'" or out.startswith("~cluster.component_placement")
 
@@ -262,7 +262,7 @@ def test_one_measured_point_each_gives_two_plans_and_no_proof(
     assert data["scaling"]["plan"]["iteration_seconds"] < data["scaling"]["iteration_seconds"]
     assert data["scaling"]["plan"]["settings"] == {"placement": {"rollout": "0-7", "trainer": "8-15"}}
 
-    _, out, err = call(capsys, "plan", job, "--format", "overrides")
+    _, out, err = call(capsys, "plan", job, "--overrides")
     assert "placement" in out
     assert "perfect scaling" in " ".join(err.split())
 
@@ -288,7 +288,7 @@ def test_a_placement_faster_than_every_plan_of_the_framework_is_kept_and_nothing
     assert "proven optimal" not in out
     assert config.read_bytes() == before
     assert list(tmp_path.glob("*.bak*")) == []
-    _, out, err = call(capsys, "plan", config, "--profile", profile, "--format", "overrides")
+    _, out, err = call(capsys, "plan", config, "--profile", profile, "--overrides")
     assert out == ""
     assert "keep the placement" in " ".join(err.split())
     data = json.loads(call(capsys, "plan", config, "--profile", profile, "--format", "json")[1])

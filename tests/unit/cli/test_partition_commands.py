@@ -1,4 +1,4 @@
-"""`trimtab partition` and `sched-pipeline` as they are called."""
+"""`trimtab pipeline` and `sched-pipeline` as they are called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from trimtab.cli.partition import partition, ray_hosts, sched_pipeline
+from trimtab.cli.pipeline import pipeline, ray_hosts, sched_pipeline
 from trimtab.core.errors import TrimtabError
 from trimtab.formats.pipeline.pipeedge import SplitTarget, layout, split_lines
 from trimtab.model.pipeline import PipelineStage, Schedule
@@ -30,7 +30,7 @@ def in_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(*arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(partition)
+    app.command()(pipeline)
     return CliRunner().invoke(app, list(arguments))
 
 

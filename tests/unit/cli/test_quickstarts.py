@@ -9,6 +9,7 @@ import pytest
 from page_outputs import ROOT, WIDTH, follow, in_shell, steps
 
 from trimtab.cli.app import run
+from trimtab.render import output
 
 PAGES = sorted(page for page in (ROOT / "docs" / "quickstart").glob("*.md") if page.stem != "index")
 
@@ -18,6 +19,7 @@ def test_what_a_quickstart_shows_is_what_its_commands_print(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", WIDTH)
+    monkeypatch.setattr(output.out, "_width", None)  # it keeps what COLUMNS was when it was made
     monkeypatch.chdir(tmp_path)
 
     def call(command: str, folder: Path) -> str:

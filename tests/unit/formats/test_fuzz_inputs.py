@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from fuzzing import as_json, as_yaml, fault_of, flipped, in_time, mutated
 from run_report_samples import NAMES, eventful
-from trimtab.cli.replay import read_journal_path
+from trimtab.cli.simulate import read_journal_path
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 from trimtab.formats import catalogue, job, load, profile_file, sections
@@ -389,7 +389,7 @@ def _events(read: Callable[[Path], Any]) -> Callable[[Path], tuple[list[Any], Ca
 
 
 def _shown(folder: Path) -> Any:
-    """As the dashboard and `trimtab top` show it."""
+    """As the dashboard and `trimtab show --live` show it."""
     from trimtab.render.html.dashboard.source import DashboardSource
     from trimtab.render.text.top import picture
 

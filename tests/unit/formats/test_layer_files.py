@@ -348,7 +348,7 @@ def test_the_command_needs_a_model_or_a_file(tmp_path: Path) -> None:
 
 def test_importing_the_command_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, trimtab.cli.profile, trimtab.cli.partition, trimtab.runtime.pipeline.runner; "
+        "import sys, trimtab.cli.profile, trimtab.cli.pipeline, trimtab.runtime.pipeline.runner; "
         "assert not {'torch', 'ray', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

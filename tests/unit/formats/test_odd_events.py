@@ -63,9 +63,9 @@ def test_the_dashboard_answers_and_counts_odd_lines(tmp_path: Path) -> None:
 
 def test_top_and_the_report_go_on_without_odd_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = spoilt(tmp_path / "run", *ODD.values())
-    assert command(["top", str(folder), "--once"]) == 0
+    assert command(["show", str(folder)]) == 0
     assert "40 of 40 iterations" in capsys.readouterr().out
-    assert command(["report", str(folder), "--output", str(tmp_path / "report.html")]) == 0
+    assert command(["show", str(folder), "--report", str(tmp_path / "report.html")]) == 0
     assert len(read_story(folder).unparsed_lines) == len(ODD)
 
 

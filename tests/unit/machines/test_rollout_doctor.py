@@ -74,7 +74,7 @@ def test_a_healthy_pool_has_no_findings() -> None:
         (
             {"scaling": {"by_hand": {"workers": 2, "why": "a look", "left_s": 30.0}, "holds": {}, "decision": None}},
             RolloutIssue.set_by_hand,
-            "--release",
+            "--auto",
         ),
         ({"scaling": decided("NO_TAKER")}, RolloutIssue.no_taker, "scale_down_requires_demand"),
         ({"scaling": decided("SWITCHED_OFF")}, RolloutIssue.switched_off, "enable_elastic"),
@@ -155,7 +155,7 @@ def test_memory_that_was_kept_is_a_fault_with_who_computes_on_the_gpus() -> None
         (worker("b", "suspect", "HUNG", "no token for 120 s"), RolloutIssue.engine_wedged, "see its log"),
         (worker("b", "lost", "HUNG", "no answer"), RolloutIssue.engine_wedged, "see its log"),
         (worker("b", "suspect", "FAULTY", "3 broke"), RolloutIssue.engine_faulty, "until it answers a probe"),
-        (worker("b", "inactive", "RESTARTS_USED", "3 times"), RolloutIssue.given_up, "trimtab rollout resume b"),
+        (worker("b", "inactive", "RESTARTS_USED", "3 times"), RolloutIssue.given_up, "trimtab engine undrain b"),
         (worker("b", "stale", "REFIT_FAILED", "no file"), RolloutIssue.refit_failed, "refit it again"),
     ],
 )
@@ -190,7 +190,7 @@ def test_what_others_do_to_engines_is_explained() -> None:
     paused = only(examine(status(worker(), worker("b", paused_elsewhere=True))))
     assert paused.issue is RolloutIssue.paused
     taken = only(examine(status(worker(), worker("b", "inactive", "TAKEN", taken=True))))
-    assert "rollout resume b" in taken.fix
+    assert "engine undrain b" in taken.fix
     asleep = worker("b", "inactive", "ASLEEP", asleep=True)
     found = only(examine(status(worker(), asleep, rules={"ownership": {"sleep": "trainer"}})))
     assert found.issue is RolloutIssue.asleep

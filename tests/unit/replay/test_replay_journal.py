@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -523,12 +522,12 @@ def test_a_policy_for_a_pool_that_is_not_there_and_a_name_that_is_none_are_refus
 def test_replay_says_that_the_same_comes_out_and_how_tasks_fared(
     kept: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["replay", str(kept)]) == 0
+    assert run(["simulate", str(kept)]) == 0
     text = said(capsys)
     assert "the same events give the same instructions" in text
     assert "50 tasks in" in text
     assert "as it was" not in text
-    assert run(["replay", str(segment(kept)), "--with", "fifo", "--with", "clairvoyant"]) == 0
+    assert run(["simulate", str(segment(kept)), "--policy", "fifo", "--policy", "clairvoyant"]) == 0
     text = said(capsys)
     assert "instructions are the same in the same order" in text
     for name in ("recorded", "as it was", "fifo", "clairvoyant"):
@@ -537,16 +536,16 @@ def test_replay_says_that_the_same_comes_out_and_how_tasks_fared(
 
 def test_replay_answers_as_json_csv_and_a_page(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
-    assert run(["replay", str(kept), "--with", "las", "--format", "json", "--html", str(page)]) == 0
+    assert run(["simulate", str(kept), "--policy", "las", "--format", "json", "--report", str(page)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["same"] is True
     assert answer["agreement"]["same"] == answer["agreement"]["instructions"]
     assert [one["policy"] for one in answer["summary"]] == ["recorded", "as it was", "las"]
     text = page.read_text()
-    assert "trimtab replay" in text
+    assert "trimtab simulate" in text
     assert "as recorded in the journal" in text
-    assert run(["replay", str(kept), "--format", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert run(["simulate", str(kept), "--csv", str(tmp_path / "runs.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "runs.csv").read_text().splitlines()))
     assert [row["policy"] for row in rows] == ["recorded"]
 
 
@@ -555,7 +554,7 @@ def test_a_journal_that_was_changed_is_told_with_the_event(copy: Path, capsys: p
     lines = path.read_text().splitlines(keepends=True)
     at = next(number for number, line in enumerate(lines) if '"TaskEnded"' in line)
     path.write_text("".join([*lines[:at], *lines[at + 1 :]]))
-    assert run(["replay", str(copy)]) == 2
+    assert run(["simulate", str(copy)]) == 2
     text = said(capsys)
     assert "the machine gives different instructions for" in text
     assert "the journal was changed" in text
@@ -565,7 +564,7 @@ def test_a_journal_cut_short_is_read_as_far_as_it_is_whole(copy: Path, capsys: p
     path = segment(copy)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    assert run(["replay", str(copy), "--with", "fifo"]) == 0
+    assert run(["simulate", str(copy), "--policy", "fifo"]) == 0
     text = said(capsys)
     assert "half written and is left out" in text
     assert "had not ended" in text
@@ -583,14 +582,14 @@ def test_a_snapshot_in_the_middle_stands_for_what_was_before_it(
             compact(directory, journal.rotate())
         journal.append(now, event, list(told or ()))
     journal.close()
-    assert run(["replay", str(directory), "--with", "fifo", "--format", "json"]) == 0
+    assert run(["simulate", str(directory), "--policy", "fifo", "--format", "json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["same"] is True
     assert answer["from_snapshot"] is True
     assert answer["events"] == len(found.events) - half
     assert any("are submitted at its beginning" in one for one in answer["assumptions"])
     part = next(directory.glob("journal-*"))
-    assert run(["replay", str(part)]) == 2
+    assert run(["simulate", str(part)]) == 2
     assert "begins in the middle" in said(capsys)
 
 
@@ -598,7 +597,7 @@ def test_what_is_no_journal_of_pools_is_refused_with_what_it_is(
     kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(path: Path, words: str) -> None:
-        assert run(["replay", str(path)]) == 2
+        assert run(["simulate", str(path)]) == 2
         assert words in said(capsys)
 
     refused(tmp_path / "nowhere", "No such file")
@@ -632,16 +631,16 @@ def test_an_empty_journal_and_one_in_which_nobody_ran_say_so(
 ) -> None:
     Journal(tmp_path / "empty").close()
     for torn in (False, True):
-        assert run(["replay", str(tmp_path / "empty")]) == 0, torn
+        assert run(["simulate", str(tmp_path / "empty")]) == 0, torn
         assert "the journal is empty" in said(capsys)
         segment(tmp_path / "empty").write_text("")  # killed before its first line was there
     play = Play()
     play.submit("a", gpus=9)
     quiet = write(tmp_path / "quiet", play.heard)
-    assert run(["replay", str(quiet)]) == 0
+    assert run(["simulate", str(quiet)]) == 0
     assert "never started" in said(capsys)
-    assert run(["replay", str(quiet), "--with", "fifo"]) == 2
-    assert run(["replay", str(quiet), "--format", "csv"]) == 2
+    assert run(["simulate", str(quiet), "--policy", "fifo"]) == 2
+    assert run(["simulate", str(quiet), "--csv", str(quiet.with_suffix(".csv"))]) == 2
 
 
 def test_settings_under_which_a_task_can_never_run_are_infeasible(
@@ -652,7 +651,7 @@ def test_settings_under_which_a_task_can_never_run_are_infeasible(
     play.ended("a", after=10.0)
     journal = write(tmp_path / "journal", play.heard)
     path = policy_file(tmp_path, "pools: {p: {quota: {gpu: 1}}}")
-    assert run(["replay", str(journal), "--with", path]) == 3
+    assert run(["simulate", str(journal), "--policy", path]) == 3
     assert "can never run" in said(capsys)
 
 
@@ -675,7 +674,7 @@ def test_an_odd_value_in_a_journal_is_one_clear_error_of_the_replay(
     lines = [json.loads(line) for line in segment(copy).read_text().splitlines()]
     lines[3][column] = value
     segment(copy).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert run(["replay", str(copy)]) == 2
+    assert run(["simulate", str(copy)]) == 2
     text = said(capsys)
     assert "the journal is damaged" in text
     assert f"{segment(copy).name}, line 4" in text
@@ -692,5 +691,5 @@ def test_a_snapshot_that_contradicts_itself_is_one_clear_error_of_the_replay(
     (tmp_path / "snapshot-00000001.json").write_text(
         json.dumps({"format": "trimtab-journal", "version": 2, "time": EPOCH, "machine": state})
     )
-    assert run(["replay", str(tmp_path)]) == 2
+    assert run(["simulate", str(tmp_path)]) == 2
     assert "the snapshot cannot be read" in said(capsys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 import random
 import xml.etree.ElementTree as ElementTree
@@ -710,8 +709,13 @@ def test_programs_read_json_and_csv_and_one_process_or_two_say_the_same(
     assert found["summary"][0]["regret"]["mean"] > found["summary"][1]["regret"]["mean"] == 0.0
     assert found["summary"][0]["against_kept"] is None  # it did not run
     assert len(found["runs"][0]["walls_s"]) == 30
-    assert run(["simulate", str(tiny), "--format", "csv", "--policy", "trimtab", "--policy", "oracle"]) == 0
-    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert (
+        run(
+            ["simulate", str(tiny), "--csv", str(tiny.with_suffix(".csv")), "--policy", "trimtab", "--policy", "oracle"]
+        )
+        == 0
+    )
+    lines = list(csv.DictReader(tiny.with_suffix(".csv").read_text().splitlines()))
     assert len(lines) == len(found["runs"]) == 4
     for line, other in zip(lines, found["runs"], strict=True):
         assert all(line[key] == str(other[key]) for key in line if key != "seconds")
@@ -719,7 +723,7 @@ def test_programs_read_json_and_csv_and_one_process_or_two_say_the_same(
 
 def test_the_report_is_one_page_that_loads_nothing(tiny: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    assert run(["simulate", str(tiny), "--seed", "1", "--html", str(page)]) == 0
+    assert run(["simulate", str(tiny), "--seed", "1", "--report", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert "tiny &amp; drifting" in text
     assert "src=" not in text

@@ -225,7 +225,7 @@ def test_a_scenario_of_rollouts_runs_every_static_number_and_every_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, page = written(tmp_path, SMALL), tmp_path / "page.html"
-    assert command(["simulate", str(path), "--format", "json", "--html", str(page)]) == 0
+    assert command(["simulate", str(path), "--format", "json", "--report", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [one["policy"] for one in found["summary"]]
     assert names == ["static 1", "static 2", *rollout_scenario.KNOWN]
@@ -265,7 +265,7 @@ def test_a_sweep_of_rollouts_recommends_with_evidence_from_runs_that_did_not_cho
 ) -> None:
     path, page = written(tmp_path, SMALL.replace("seeds: [1]", "seeds: [1, 2, 3]")), tmp_path / "page.html"
     asked = ["simulate", str(path), *SWEEP, "scale_up_threshold=0.5..0.95"]
-    assert command([*asked, "--format", "json", "--html", str(page)]) == 0
+    assert command([*asked, "--format", "json", "--report", str(page)]) == 0
     said = capsys.readouterr()
     assert "scale_up_threshold 0.5 is left out" in said.err
     advice = json.loads(said.out)["recommendation"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -45,16 +44,16 @@ def test_programs_read_json_and_csv_and_one_process_or_two_say_the_same(
     found = json.loads(capsys.readouterr().out)
     assert [one["policy"] for one in found["summary"]] == ["trimtab", "fifo", "las", "clairvoyant"]
     assert found["seeds"] == [1, 2]
-    assert run(["simulate", str(tiny), "--format", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert run(["simulate", str(tiny), "--csv", str(tiny.with_suffix(".csv"))]) == 0
+    rows = list(csv.DictReader(tiny.with_suffix(".csv").read_text().splitlines()))
     assert len(rows) == len(found["runs"]) == 8
     for row, other in zip(rows, found["runs"], strict=True):
         assert all(row[key] == str(value) for key, value in other.items() if key != "seconds")
 
 
 def test_only_the_policies_and_seeds_that_are_asked_for_are_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["simulate", str(tiny), "--policy", "fifo", "--seed", "7", "--format", "csv"]) == 0
-    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert run(["simulate", str(tiny), "--policy", "fifo", "--seed", "7", "--csv", str(tiny.with_suffix(".csv"))]) == 0
+    (row,) = csv.DictReader(tiny.with_suffix(".csv").read_text().splitlines())
     assert (row["policy"], row["seed"]) == ("fifo", "7")
     assert run(["simulate", str(tiny), "--policy", "fifi"]) == 2
     assert "did you mean fifo?" in capsys.readouterr().err
@@ -62,7 +61,7 @@ def test_only_the_policies_and_seeds_that_are_asked_for_are_run(tiny: Path, caps
 
 def test_the_report_is_one_page_that_loads_nothing(tiny: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    assert run(["simulate", str(tiny), "--seed", "1", "--html", str(page)]) == 0
+    assert run(["simulate", str(tiny), "--seed", "1", "--report", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert "tiny &amp; small" in text
     assert "src=" not in text
@@ -80,7 +79,7 @@ def test_a_sweep_tries_a_setting_of_the_machine_and_recommends_a_value_by_seeds_
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "sweep.html"
-    asked = ["simulate", str(tiny), "--policy", "trimtab", "--sweep", "starvation_runs=0,40", "--html", str(page)]
+    asked = ["simulate", str(tiny), "--policy", "trimtab", "--sweep", "starvation_runs=0,40", "--report", str(page)]
     assert run([*asked, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["policies"]) == ["trimtab", "trimtab, starvation_runs 0", "trimtab, starvation_runs 40"]

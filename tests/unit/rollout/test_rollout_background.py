@@ -18,7 +18,7 @@ from engine_stubs import VllmStub
 from gateway_scenes import BEARER, Front, play_stubs
 from rollout_commands import python
 from rollout_scenes import PROMPT, Scene, play
-from trimtab.cli.rollout import serve as rollout_serve
+from trimtab.cli.engine import serve as rollout_serve
 from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.rollout.schema import AttachedEngine

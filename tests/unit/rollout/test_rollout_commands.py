@@ -1,4 +1,4 @@
-"""`trimtab rollout`: a real gateway with real llama.cpp servers behind it, and the commands that look and change."""
+"""`trimtab engine`: a real gateway with real llama.cpp servers behind it, and the commands that look and change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rich.console import Console
 import engine_servers
 from tiny_gguf import tiny_gguf
 from trimtab.cli.app import run
-from trimtab.cli.rollout import serve as rollout_serve
+from trimtab.cli.engine import serve as rollout_serve
 from trimtab.render import live as live_view
 from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.procs.processes import descendants
@@ -57,13 +57,13 @@ elastic_config:
 
 
 class Served:
-    """One `trimtab rollout serve` process."""
+    """One `trimtab engine serve` process."""
 
     def __init__(self, job: Path, place: Path, **more: str) -> None:
         self.place, self.log = place, job.with_suffix(".log")
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trimtab", "rollout", "serve", str(job)],
+                [sys.executable, "-m", "trimtab", "engine", "serve", str(job)],
                 stdout=out,
                 stderr=out,
                 env={**os.environ, "TRIMTAB_ROLLOUT_DIR": str(place), **more},
@@ -122,11 +122,11 @@ def served(engines: list[engine_servers.LlamaServer], tmp_path_factory: pytest.T
 
 @pytest.fixture
 def call(served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs `trimtab rollout ...` here, against the gateway that runs."""
+    """Runs `trimtab engine ...` here, against the gateway that runs."""
     monkeypatch.setenv("TRIMTAB_ROLLOUT_DIR", str(served.place))
 
     def command(*arguments: object) -> tuple[int, str, str]:
-        code = run(["rollout", *map(str, arguments)])
+        code = run(["engine", *map(str, arguments)])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -150,11 +150,11 @@ def test_serve_says_where_it_listens_and_keeps_its_token_to_itself(served: Serve
 
 
 def test_status_shows_workers_with_their_states_and_reasons(call: Callable[..., Any], served: Served) -> None:
-    code, out, err = call("status")
+    code, out, err = call("list")
     assert (code, err) == (0, "")
     for words in (served.url, "first", "second", "own", "active", "CURRENT", "version 0, confirmed on 3 of 3"):
         assert words in out
-    code, out, _ = call("status", "--format", "json")
+    code, out, _ = call("list", "--format", "json")
     data = json.loads(out)
     assert {one["name"]: one["state"] for one in data["workers"]} == served.states()
     assert data["gateway"]["url"] == served.url
@@ -163,29 +163,29 @@ def test_status_shows_workers_with_their_states_and_reasons(call: Callable[..., 
 
 
 def test_status_of_a_name_tells_its_story(call: Callable[..., Any]) -> None:
-    code, out, _ = call("status", "first")
+    code, out, _ = call("show", "first")
     assert code == 0
     assert "first is active" in out
     assert "JOINED" in out
-    code, _, err = call("status", "frist")
+    code, _, err = call("show", "frist")
     assert code == 2
-    assert "there is no worker or request frist" in err
+    assert "there is no engine or request frist" in err
     assert "did you mean first?" in err
 
 
 def test_a_drained_worker_takes_nothing_until_it_is_resumed(call: Callable[..., Any], served: Served) -> None:
-    code, out, _ = call("drain", "second", "--deadline", "2s", "--why", "its GPU is needed")
+    code, out, _ = call("drain", "second", "--deadline", "2s", "--reason", "its GPU is needed")
     assert code == 0
     assert "second drains" in out
     until(lambda: served.states()["second"] == "inactive")
-    assert "its GPU is needed" in call("status", "second")[1]
+    assert "its GPU is needed" in call("show", "second")[1]
     code, out, _ = call("doctor", "--format", "json")
     assert code == 0
     before = {one["name"]: one["served"] for one in served.ask("/status")["workers"]}["second"]
     for _ in range(4):
         served.ask("/generate", PROMPT)
     assert {one["name"]: one["served"] for one in served.ask("/status")["workers"]}["second"] == before
-    assert call("resume", "second")[0] == 0
+    assert call("undrain", "second")[0] == 0
     until(lambda: served.states()["second"] == "active")
 
 
@@ -197,18 +197,18 @@ def test_draining_so_that_nobody_is_left_is_refused_with_status_3(call: Callable
     assert code == 3
     assert "at least 1 must" in err
     for name in ("second", "own-1"):
-        assert call("resume", name)[0] == 0
+        assert call("undrain", name)[0] == 0
     until(lambda: set(served.states().values()) == {"active"})
 
 
 def test_a_number_set_by_hand_wins_until_it_is_released(call: Callable[..., Any], served: Served) -> None:
-    code, out, _ = call("scale", 1, "--for", "10m", "--why", "a look")
+    code, out, _ = call("scale", 1, "--for", "10m", "--reason", "a look")
     assert code == 0
     assert "set by hand to 1 for 10 min more: a look" in out
     until(lambda: list(served.states().values()).count("active") == 1)
     assert "SET_BY_HAND" not in call("doctor")[1]  # one worker: nothing is left to give up
-    assert "BY_HAND: a look" in call("status")[1]
-    code, out, _ = call("scale", "--release", "--format", "json")
+    assert "BY_HAND: a look" in call("list")[1]
+    code, out, _ = call("scale", "--auto", "--format", "json")
     assert (code, json.loads(out)["scaling"]["by_hand"]) == (0, None)
     until(lambda: set(served.states().values()) == {"active"})
     code, _, err = call("scale", 9)
@@ -271,7 +271,7 @@ def test_an_engine_that_comes_later_is_awaited_and_a_second_ctrl_c_waits_for_nob
         until(lambda: "not reachable" in one.said)
         until(lambda: list(one.states().values()) == ["active"])
         monkeypatch.setenv("TRIMTAB_ROLLOUT_DIR", str(one.place))
-        assert run(["rollout", "doctor"]) == 4
+        assert run(["engine", "doctor"]) == 4
         assert "ENGINE_AWAITED" in capsys.readouterr().out
         engines[1] = engine_servers.wait_up(engine_servers.again(second))
         until(lambda: list(one.states().values()) == ["active"] * 2)
@@ -329,15 +329,15 @@ def test_engines_on_slots_of_a_pool_are_started_and_leave_them_free(count: str, 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["status"], 4, "no rollout gateway of this user runs here"),
-        (["status", "--url", "http://127.0.0.1:9"], 4, "cannot be reached"),
-        (["status", "--url", "nowhere"], 2, "not a gateway address"),
+        (["list"], 4, "no rollout gateway of this user runs here"),
+        (["list", "--url", "http://127.0.0.1:9"], 4, "cannot be reached"),
+        (["list", "--url", "nowhere"], 2, "not a gateway address"),
         (["drain", "a", "--deadline", "soon"], 4, "no rollout gateway"),
-        (["scale"], 2, "either a number of workers or --release"),
-        (["scale", "3", "--release"], 2, "either a number of workers or --release"),
-        (["scale", "--release", "--for", "1m"], 2, "--for needs a number"),
+        (["scale"], 2, "either a number of engines or --auto"),
+        (["scale", "3", "--auto"], 2, "either a number of engines or --auto"),
+        (["scale", "--auto", "--for", "1m"], 2, "--for needs a number"),
         (["scale", "3", "--for", "ever"], 2, "a time such as 90s"),
-        (["doctor", "--config", "nothing.yaml"], 2, "there is no file nothing.yaml"),
+        (["doctor", "nothing.yaml"], 2, "there is no file nothing.yaml"),
         (["serve", "nothing.yaml"], 2, "there is no file nothing.yaml"),
     ],
 )
@@ -350,7 +350,7 @@ def test_errors_have_a_status_and_say_what_to_do(
     words: str,
 ) -> None:
     monkeypatch.setenv("TRIMTAB_ROLLOUT_DIR", str(tmp_path))
-    assert run(["rollout", *arguments]) == code
+    assert run(["engine", *arguments]) == code
     printed = capsys.readouterr()
     assert words in printed.err
     assert printed.out == ""
@@ -371,7 +371,7 @@ def test_serve_refuses_what_cannot_be_before_or_as_it_starts(
 ) -> None:
     monkeypatch.setenv("TRIMTAB_ROLLOUT_DIR", str(tmp_path / "run"))
     (tmp_path / "job.yaml").write_text(text)
-    assert run(["rollout", "serve", str(tmp_path / "job.yaml")]) == 2
+    assert run(["engine", "serve", str(tmp_path / "job.yaml")]) == 2
     assert words in capsys.readouterr().err
     assert not [*(tmp_path / "run").glob("*.json"), *(tmp_path / "run").glob("*.token")]
 
@@ -383,7 +383,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(
     (tmp_path / "job.yaml").write_text("rollout: {engines: 'http://127.0.0.1:9'}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert run(["rollout", "serve", str(tmp_path / "job.yaml"), "--port", str(port)]) == 2
+        assert run(["engine", "serve", str(tmp_path / "job.yaml"), "--port", str(port)]) == 2
     said = capsys.readouterr().err
     assert f"cannot listen on 127.0.0.1 port {port}" in said
     assert "ending" not in said
@@ -393,10 +393,10 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(
 def test_the_doctor_examines_a_job_file_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("rollout: {engines: [{kind: vllm, model: m, count: 2}]}")
-    assert run(["rollout", "doctor", "--config", str(job)]) == 0
+    assert run(["engine", "doctor", str(job)]) == 0
     assert "no problems found" in capsys.readouterr().out
     job.write_text("rollout: {engines: ['http://8.8.8.8:1']}\nelastic_config: {min_stable_period: 0}")
-    assert run(["rollout", "doctor", "--config", str(job)]) == 3
+    assert run(["engine", "doctor", str(job)]) == 3
     out = capsys.readouterr().out
     assert "EXPOSED" in out
     assert "a single look at the load" in out
@@ -409,7 +409,7 @@ def test_files_of_gateways_that_are_gone_are_not_believed(
     gone = {"url": "http://127.0.0.1:9", "pid": os.getpid(), "born": 1.0, "job": "j", "token_file": ""}
     (tmp_path / "rollout-9.json").write_text(json.dumps(gone))
     (tmp_path / "rollout-8.json").write_text("half")
-    assert run(["rollout", "status"]) == 4
+    assert run(["engine", "list"]) == 4
     assert not (tmp_path / "rollout-9.json").exists()
     assert "no rollout gateway of this user" in capsys.readouterr().err
 

@@ -43,7 +43,7 @@ from trimtab.runtime.run.run import Run
 
 
 def page_of(story: RunStory, **more: Any) -> str:
-    return run_report(story, title="run", command="trimtab report run", **more)
+    return run_report(story, title="run", command="trimtab show run --report report.html", **more)
 
 
 def words_of(story: RunStory) -> list[str]:
@@ -525,12 +525,14 @@ def test_curves_of_little_or_of_much_are_drawn(points: Any, unit: Any) -> None:
 
 def test_the_command_writes_one_file_and_says_what_the_run_did(tmp_path: Path, capsys: Any) -> None:
     folder = samples.eventful(tmp_path / "grpo")
-    assert command(["report", str(folder)]) == 0
+    assert command(["show", str(folder), "--report", str(folder / "report.html")]) == 0
     said = capsys.readouterr()
     assert "40 iterations in" in said.out
     assert "<h1>grpo</h1>" in (folder / "report.html").read_text(encoding="utf-8")
     other = tmp_path / "x.html"
-    assert command(["report", str(folder), "-o", str(other), "--metric", "loss", "--metric", "no", "-f", "json"]) == 0
+    assert (
+        command(["show", str(folder), "--report", str(other), "--metric", "loss", "--metric", "no", "-f", "json"]) == 0
+    )
     said = capsys.readouterr()
     assert json.loads(said.out)["iterations"] == 40
     assert "no metric no in this run" in said.err
@@ -544,7 +546,7 @@ def test_a_folder_without_a_run_ends_in_2(tmp_path: Path, capsys: Any) -> None:
         (".", "there is no run in this folder"),
         ("file", "a file"),
     ):
-        assert command(["report", str(tmp_path / name)]) == 2
+        assert command(["show", str(tmp_path / name), "--report", str(tmp_path / "report.html")]) == 2
         assert what in capsys.readouterr().err
     folder = samples.eventful(tmp_path / "run")
-    assert command(["report", str(folder), "-o", str(tmp_path / "no" / "x.html")]) == 2
+    assert command(["show", str(folder), "--report", str(tmp_path / "no" / "x.html")]) == 2

@@ -216,7 +216,7 @@ def test_top_says_once_how_it_stands_where_there_is_no_terminal(
     run = Growing(tmp_path / "run").start()
     run.preempt()
     run.join_and_move()
-    assert cli.run(["top", str(run.folder)]) == 0
+    assert cli.run(["show", str(run.folder)]) == 0
     said = capsys.readouterr().out
     assert "8 of 40 iterations" in said
     assert "plan: rollout 6 | reference, trainer 6" in said
@@ -224,10 +224,10 @@ def test_top_says_once_how_it_stands_where_there_is_no_terminal(
     assert "evicted" in said
     assert "nodes: 3 with 12 GPUs" in said
     assert "▁" in said
-    assert cli.run(["top", str(tmp_path / "nowhere")]) == 2
-    assert cli.run(["top"]) == 2
-    assert cli.run(["top", str(run.folder), "--every", "0"]) == 2
-    assert cli.run(["dashboard"]) == 2
+    assert cli.run(["show", str(tmp_path / "nowhere")]) == 2
+    assert cli.run(["show"]) == 2
+    assert cli.run(["show", str(run.folder), "--every", "0"]) == 2
+    assert cli.run(["show", "--dashboard"]) == 2
     assert "name a run or a cluster" in capsys.readouterr().err
 
 
@@ -244,7 +244,7 @@ def test_top_on_a_terminal_fits_on_its_screen(tmp_path: Path) -> None:
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run").start()
-    command = [sys.executable, "-m", "trimtab", "dashboard", str(run.folder), "--port", "0"]
+    command = [sys.executable, "-m", "trimtab", "show", str(run.folder), "--port", "0"]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert serving.stdout is not None

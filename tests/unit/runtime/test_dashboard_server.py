@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dashboard_pages import TOKEN, Growing, serving
-from trimtab.cli.dashboard import beside
+from trimtab.cli.show import beside
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.dashboard import app as dashboard_app

@@ -203,7 +203,7 @@ def _worker(name: str, node: Node, options: PodOptions, notes: list[str]) -> dic
 def drain_hook(drain_s: int) -> str:
     """The preStop hook: drains the node, then waits until Ray has ended it, which is when it is empty."""
     return (
-        f'timeout {drain_s} trimtab cluster drain "$POD_IP" --address "$RAY_ADDRESS" --deadline {drain_s}; '
+        f'timeout {drain_s} trimtab node drain "$POD_IP" --address "$RAY_ADDRESS" --deadline {drain_s}; '
         f"waited=0; while [ $waited -lt {drain_s} ] && grep -qsx raylet /proc/[0-9]*/comm; "
         "do sleep 1; waited=$((waited + 1)); done"
     )

@@ -26,7 +26,7 @@ drain() { # the time limit is near: tasks on the workers checkpoint
     echo "the time limit is near: draining the workers within $drain_s s" >&2
     local host drains=()
     for host in "${hosts[@]:1}"; do
-        timeout "$drain_s" trimtab cluster drain "$host" --address "$RAY_ADDRESS" --deadline "$drain_s" >&2 &
+        timeout "$drain_s" trimtab node drain "$host" --address "$RAY_ADDRESS" --deadline "$drain_s" >&2 &
         drains+=("$!")
     done
     if ((${#drains[@]})); then wait "${drains[@]}" || true; fi

@@ -19,7 +19,7 @@ from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.frameworks.registry import framework_of, titles
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.verl import Verl
-from trimtab.formats.load import overridden, refuse_non_rl, refuse_purpose
+from trimtab.formats.load import refuse_non_rl, refuse_purpose
 
 Inputs = dict[str, Any]
 
@@ -34,7 +34,7 @@ def read_with_framework(path: Path, overrides: Sequence[str] = ()) -> tuple[Inpu
     text = yaml_text.read_text(path)
     data = yaml_text.parse_config(text, str(path))
     if isinstance(data, Mapping) and job.matches(data):
-        cluster = job.cluster_of(overridden(data, overrides), path)
+        cluster = job.cluster_of(yaml_text.overridden(data, overrides), path)
         kinds = [kind for kind in cluster.kinds if kind]
         return {"gpus": cluster.gpus, **({"gpu": kinds[0]} if len(kinds) == 1 else {})}, None
     composed = compose(path, overrides)

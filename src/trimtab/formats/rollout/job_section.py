@@ -43,7 +43,7 @@ _BACK = "`policy: threshold` in elastic_config goes back to thresholds, `policy:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """Everything that `trimtab rollout serve` needs. `source` names file and line in later errors."""
+    """Everything that `trimtab engine serve` needs. `source` names file and line in later errors."""
 
     source: Source
     section: RolloutSection
@@ -113,9 +113,13 @@ class RolloutSettings:
         return found
 
 
-def read(path: Path) -> RolloutSettings:
-    """The settings in a job file. InputError names file, line and key."""
-    return from_text(yaml_text.read_text(path), path)
+def read(path: Path, overrides: Sequence[str] = ()) -> RolloutSettings:
+    """The settings in a job file, with `key=value` overrides. InputError names file, line and key."""
+    text = yaml_text.read_text(path)
+    data = yaml_text.parse(text, str(path))
+    if overrides and isinstance(data, Mapping):
+        text, data = "", yaml_text.overridden(data, overrides)
+    return from_data(data, Source(str(path), text))
 
 
 def from_text(text: str, path: Path) -> RolloutSettings:

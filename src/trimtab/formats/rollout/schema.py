@@ -282,7 +282,7 @@ class RolloutSection(Section):
 
 
 class ServedFile(OpenSection):
-    """A job file as `trimtab rollout serve` reads it."""
+    """A job file as `trimtab engine serve` reads it."""
 
     rollout: RolloutSection
     elastic_config: Annotated[dict[str, Any], SETTINGS] | None = None  # how the number of engines follows the load

@@ -87,7 +87,7 @@ def engines_in_trouble(seen: StatusReader) -> Iterator[RolloutFinding]:
         name, (code, text) = worker["name"], reason_of(worker)
         if code == ReasonCode.restarts_used.value:
             sentence = f"{name}: {text}"
-            fix = f"fix the cause, then retry: `trimtab rollout resume {name}`"
+            fix = f"fix the cause, then retry: `trimtab engine undrain {name}`"
             yield RolloutFinding(RolloutIssue.given_up, Severity.fault, sentence, fix, (name,))
         elif worker["state"] == "inactive":
             continue
@@ -165,7 +165,7 @@ def external_actions(seen: StatusReader) -> Iterator[RolloutFinding]:
             yield RolloutFinding(RolloutIssue.paused, Severity.note, sentence, fix, (name,))
         elif worker.get("taken"):
             sentence = f"{name} is lent out ({text})"
-            fix = f"`trimtab rollout resume {name}` lets it serve again; a pool returns it by itself"
+            fix = f"`trimtab engine undrain {name}` lets it serve again; a pool returns it by itself"
             yield RolloutFinding(RolloutIssue.drained, Severity.note, sentence, fix, (name,))
         elif worker["state"] == "inactive" and worker.get("asleep") and seen.owner("sleep") == "trainer":
             sentence = f"{name} sleeps, and the trainer owns its wake ({code}: {text})"
@@ -269,7 +269,7 @@ def not_scaling_down(seen: StatusReader) -> Iterator[RolloutFinding]:
         sentence = (
             f"{spare}: {scaled['workers']} workers were set by hand{until} ({scaled.get('why') or 'no reason given'})"
         )
-        fix = "`trimtab rollout scale --release` gives the number back to the policy"
+        fix = "`trimtab engine scale --auto` gives the number back to the policy"
         yield RolloutFinding(RolloutIssue.set_by_hand, Severity.note, sentence, fix)
         return
     if seen.refits:
@@ -437,18 +437,18 @@ def requests_that_failed(seen: StatusReader) -> Iterator[RolloutFinding]:
         on = f" on {worker}" if worker else ""
         if code == ReasonCode.retries_used.value:
             sentence = f"{counted(len(text), 'request')} failed too often{on} and were given up: {text[-1]}"
-            fix = "see that engine's log; `trimtab rollout status NAME` shows the history of a request"
+            fix = "see that engine's log; `trimtab engine show NAME` shows the history of a request"
             yield RolloutFinding(RolloutIssue.retries_used, Severity.fault, sentence, fix, (worker,) if worker else ())
         else:
             sentence = f"{counted(len(text), 'request')} failed{on}: {code}: {text[-1]}"
-            fix = "`trimtab rollout status NAME` shows the history of a request"
+            fix = "`trimtab engine show NAME` shows the history of a request"
             yield RolloutFinding(
                 RolloutIssue.requests_failed, Severity.fault, sentence, fix, (worker,) if worker else ()
             )
     count = (seen.status.get("counters") or {}).get("answered_failed", 0)
     if count and not alike:
         sentence = f"{counted(count, 'request')} failed since the start"
-        fix = "see the error of each answer, and the warnings of `trimtab rollout status`"
+        fix = "see the error of each answer, and the warnings of `trimtab engine list`"
         yield RolloutFinding(RolloutIssue.requests_failed, Severity.fault, sentence, fix)
 
 

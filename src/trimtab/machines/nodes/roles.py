@@ -1,7 +1,7 @@
 """Which components get the GPUs of nodes that join or leave: plans before and after, and reports the difference.
 
 Advises what a run should change when its cluster does, component by component with the reason, and whether to stay. It
-never touches a run: `trimtab cluster advise` shows the advice. Small moves win: where changed sizes alone come within
+never touches a run: `trimtab plan` shows the advice. Small moves win: where changed sizes alone come within
 the noise of the best plan, groups are kept.
 """
 

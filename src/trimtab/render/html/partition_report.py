@@ -218,7 +218,7 @@ def _headline(answer: PartitionAnswer) -> str:
         proof,
     ]
     lede = f"Improve first: {improve_sentence(answer)}."
-    return page.header(f"trimtab partition · {answer.objective}", job.model.name, lede, tiles)
+    return page.header(f"trimtab: pipeline · {answer.objective}", job.model.name, lede, tiles)
 
 
 def _seconds(value: float) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from trimtab.core.errors import UnreachableError
 from trimtab.render.live import LiveView
-from trimtab.render.output import out, picked, text_table
+from trimtab.render.output import clock, out, picked, show, text_table
 from trimtab.runtime.localcluster import nodes as local
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
 from trimtab.runtime.procs import gpus
@@ -95,6 +95,36 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
     return Group(*parts)
 
 
+def print_nodes(nodes: Sequence[Data]) -> None:
+    show(_nodes(nodes))
+
+
+def cluster_data(cluster: ClusterRecord) -> dict[str, Any]:
+    return {
+        "address": cluster.address,
+        "head_here": cluster.head_here,
+        "nodes": [node.name for node in cluster.live_nodes],
+        "gpus": sorted(gpu for node in cluster.live_nodes for gpu in node.gpus),
+        "started": cluster.started,
+    }
+
+
+def print_clusters(clusters: Sequence[Data]) -> None:
+    if not clusters:
+        out.print("no cluster of trimtab on this machine")
+        return
+    rows = (
+        (
+            cluster["address"],
+            ", ".join(cluster["nodes"]) or "none runs",
+            ids_text(tuple(cluster["gpus"])) or "-",
+            clock(cluster["started"]),
+        )
+        for cluster in clusters
+    )
+    show(text_table(("cluster", "nodes here", "GPUs", "since"), rows))
+
+
 def print_added(data: Data) -> None:
     what = f"GPU {ids_text(tuple(data['gpus']))}" if data["gpus"] else "no GPU"
     out.print(f"node {data['name']} runs on {what}: {data['node_id'][:12]} of the cluster at {data['cluster']}")
@@ -122,7 +152,7 @@ def next_steps(cluster: ClusterRecord, token: bool) -> list[str]:
     return [
         f"export RAY_ADDRESS={cluster.address}{auth}",
         "python training_loop_with_autoscaling.py   # in examples/auto_scaling: trains on every node that joins",
-        "trimtab cluster add                        # one more node, on the next free GPU",
+        "trimtab node add                           # one more node, on the next free GPU",
         "trimtab why                                # why anything waits",
     ]
 

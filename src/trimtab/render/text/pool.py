@@ -55,7 +55,7 @@ def nodes_data(status: Data, ray_nodes: Sequence[RayNode]) -> list[dict[str, Any
 
 
 def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
-    """The data of `trimtab explain` for a node."""
+    """The data of `trimtab why` for a node."""
     known = next((known_node for known_node in nodes_data(status, ()) if known_node["node"] == node), None)
     return {
         "node": node,
@@ -74,7 +74,7 @@ def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Itera
 
 
 def group_data(group: str, status: Data) -> dict[str, Any] | None:
-    """The data of `trimtab explain` for an elastic group; None where there is no such group."""
+    """The data of `trimtab why` for an elastic group; None where there is no such group."""
     found = next((row for row in status["groups"] if row["id"] == group), None)
     return None if found is None else {"group": group, **found, "time": status["time"]}
 
@@ -189,7 +189,7 @@ CHOSEN_BY_RAY = 32768  # ports from here on are ephemeral
 
 
 def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[RayNode], metrics: Data) -> dict[str, Any]:
-    """The data of `trimtab status`."""
+    """The data of `trimtab pool show`."""
     queues = {pool: list(view["queue"]) for pool, view in status["pools"].items()}
     totals = status["totals"]
     return {
@@ -220,7 +220,7 @@ def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Ray
 
 
 def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, Any]:
-    """The data of `trimtab explain` for a task. Times are seconds since 1970 on the controller's clock."""
+    """The data of `trimtab why` for a task. Times are seconds since 1970 on the controller's clock."""
     pool = status["pools"].get(explanation.pool)
     return {
         **output.picked(explanation, "task", "pool"),
@@ -250,7 +250,7 @@ def _since(explanation: TaskExplanation) -> float | None:
 
 
 def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
-    """The data of `trimtab pool show`."""
+    """The data of `trimtab pool show POOL`."""
     return {
         **view,
         "tasks_by_state": view["tasks"],
@@ -260,19 +260,23 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
         **output.picked(spec, "reserved_priority", "dynamic", "dynamic_limit", "reuse", "borrow", "return_preempts"),
         "preload": list(spec.preload),
         **output.picked(spec, "wait_s", "starvation_timeout_s", "starvation_runs"),
-        "tasks": [
-            {
-                "id": task.id,
-                "state": task.state.value,
-                "reason": output.reason_data(task.reason),
-                "priority": task.priority,
-                "labels": dict(task.labels),
-                **output.picked(task, "attempt", "evictions"),
-                "nodes": sorted({member.node for member in task.members}),
-                "how": task.how,
-            }
-            for task in tasks
-        ],
+        "tasks": [task_data(task) for task in tasks],
+    }
+
+
+def task_data(task: TaskSnapshot) -> dict[str, Any]:
+    """The data of `trimtab task show`."""
+    return {
+        "id": task.id,
+        "pool": task.pool,
+        "state": task.state.value,
+        "reason": output.reason_data(task.reason),
+        "priority": task.priority,
+        "labels": dict(task.labels),
+        **output.picked(task, "attempt", "evictions"),
+        "nodes": sorted({member.node for member in task.members}),
+        "processes": [output.picked(member, "rank", "node", "pid", "kind", "actor") for member in task.members],
+        "how": task.how,
     }
 
 
@@ -386,19 +390,41 @@ def print_pool(data: Data) -> None:
         ("evictions", evicted),
     )
     if data["tasks"]:
-        rows = (
-            (
-                task["id"],
-                task["state"],
-                f"{task['priority']:g}",
-                ", ".join(node[:12] for node in task["nodes"]) or "-",
-                output.reason_text(task["reason"]),
-            )
-            for task in data["tasks"][-TASKS_SHOWN:]
-        )
         out.print()
-        show(text_table(("task", "state", ">priority", "nodes", "why"), rows))
-        output.print_more(len(data["tasks"]), TASKS_SHOWN)
+        print_tasks(data["tasks"])
+
+
+def print_tasks(tasks: Sequence[Data]) -> None:
+    if not tasks:
+        out.print("no tasks")
+        return
+    rows = (
+        (
+            task["id"],
+            task["state"],
+            f"{task['priority']:g}",
+            ", ".join(node[:12] for node in task["nodes"]) or "-",
+            output.reason_text(task["reason"]),
+        )
+        for task in tasks[-TASKS_SHOWN:]
+    )
+    show(text_table(("task", "state", ">priority", "nodes", "why"), rows))
+    output.print_more(len(tasks), TASKS_SHOWN)
+
+
+def print_task(data: Data) -> None:
+    out.print(f"[bold]{escape(data['id'])}[/] is {data['state']}; pool {escape(data['pool'])}")
+    output.facts(
+        ("why", output.reason_text(data["reason"])),
+        ("priority", f"{data['priority']:g}"),
+        ("labels", ", ".join(f"{key}={value}" for key, value in data["labels"].items()) or "none"),
+        ("starts", f"{data['attempt']}, {data['evictions']} evictions"),
+        ("runs in", data["how"] or "-"),
+    )
+    if data["processes"]:
+        rows = ([process[key] for key in ("rank", "node", "pid", "kind", "actor")] for process in data["processes"])
+        out.print()
+        show(text_table((">rank", "node", ">pid", "kind", "actor"), rows))
 
 
 def print_drained(pool: str, view: Data) -> None:

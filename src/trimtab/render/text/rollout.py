@@ -1,4 +1,4 @@
-"""The output of `trimtab rollout`: a pool's status as data and as text.
+"""The output of `trimtab engine`: a pool's status as data and as text.
 
 `status_data` is the documented form (docs/guides/rollout-doctor.md); all text is made from it.
 """
@@ -35,12 +35,12 @@ ENDS = ("stop", "length", "abort", "cancelled", "failed")
 
 
 def status_data(status: Data, url: str, job: str) -> dict[str, Any]:
-    """The data of `trimtab rollout status`: the pool's status and its gateway."""
+    """The data of `trimtab engine list`: the pool's status and its gateway."""
     return {**status, "gateway": {**status.get("gateway", {}), "url": url, "job": job or None}}
 
 
 def story_data(name: str, answer: Data, status: Data) -> dict[str, Any]:
-    """The data of `trimtab rollout status NAME`. Times are seconds since 1970 on the gateway's clock."""
+    """The data of `trimtab engine show NAME`. Times are seconds since 1970 on the gateway's clock."""
     story = [
         {
             "at": None if chapter.get("ago_s") is None else status["now"] - chapter["ago_s"],

@@ -269,6 +269,6 @@ def last_lines(data: EventFacts) -> list[str]:
         word = "resume: " if data["saved"] else "start over: "
         lines.append(f"{word}trimtab run --resume {folder}{data['again']}")
     if data["iterations"]:
-        lines.append(f"report: trimtab report {folder}")
+        lines.append(f"report: trimtab show {folder} --report report.html")
         lines.append(f"plan with measured costs: trimtab plan --from-run {folder}")
     return lines

@@ -279,7 +279,7 @@ class Task:
     def _late(self, what: str) -> TaskTimeoutError:
         explanation = self._explained()
         why = f": {explanation.reason}" if explanation is not None else ""
-        return TaskTimeoutError(what + why, explanation, hint=f"`trimtab explain {self.id}` says more")
+        return TaskTimeoutError(what + why, explanation, hint=f"`trimtab why {self.id}` says more")
 
     def _explained(self) -> TaskExplanation | None:
         try:

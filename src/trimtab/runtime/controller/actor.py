@@ -247,7 +247,7 @@ class Controller:
         named = {view.node for view in loop.node_monitor.views(gone=True) if node and node == view.facts.name}
         found = named or {id for id in (*stories, *loop.node_monitor.machine.nodes) if node and id.startswith(node)}
         if len(found) != 1:
-            raise InputError(f"{len(found) or 'no'} nodes begin with {node}", hint="`trimtab status` lists nodes")
+            raise InputError(f"{len(found) or 'no'} nodes begin with {node}", hint="`trimtab pool show` lists nodes")
         (id,) = found
         own, of_pools = loop.node_monitor.machine.story(id), stories.get(id, ())
         more = [entry for entry in of_pools if entry.state == "emptied"]  # other entries are in both stories

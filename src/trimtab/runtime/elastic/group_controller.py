@@ -468,7 +468,7 @@ class GroupController:
     def _given_up(self) -> GroupError:
         if self._gave_up is None:
             return GroupError(f"group {self.spec.name} is closed")
-        hint = f"`trimtab explain {self.spec.name}` says more"
+        hint = f"`trimtab why {self.spec.name}` says more"
         return GroupGaveUpError(f"group {self.spec.name} gave up: {self._gave_up}", hint=hint)
 
     def _fail(self, fault: TrimtabError) -> None:

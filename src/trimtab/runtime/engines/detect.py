@@ -1,7 +1,7 @@
 """Detects which engine software answers at an address, and its release.
 
 The adapter depends on the software only; what its release can do, the adapter asks. An untested release is a remark of
-`trimtab rollout doctor`; anything that answers like none of the known servers is an error.
+`trimtab engine doctor`; anything that answers like none of the known servers is an error.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, worker
         if known is not None and known.live_nodes:
             raise InputError(
                 f"a cluster of trimtab runs at {cluster.address} already, with {_count(len(known.live_nodes), 'node')}",
-                hint="`trimtab cluster add` adds a node, `trimtab cluster stop` ends it, --port starts another",
+                hint="`trimtab node add` adds a node, `trimtab cluster stop` ends it, --port starts another",
             )
         _check_gpus(state, cluster, gpus, workers)
         ports.require_free(cluster.port, "the head", "--port")
@@ -208,7 +208,7 @@ def _gpus_for(
         what = "no GPU is left" if not free else f"a node takes {count} GPUs, and only {len(free)} are left"
         raise InfeasibleError(
             f"{what}: this machine has {gpus.named()}; {_holders_text(given) or 'none of them is given to a node'}",
-            hint="`trimtab cluster remove NODE` frees one; --address adds a node on another machine to this cluster"
+            hint="`trimtab node remove NODE` frees one; --address adds a node on another machine to this cluster"
             if gpus.ids
             else "--fake-gpus N does without; --gpus-per-node 0 makes nodes without GPUs",
         )
@@ -260,7 +260,7 @@ def _holders_text(given: Mapping[str, NodeRecord]) -> str:
 
 
 def _free_hint(free: list[str]) -> str:
-    return f"free: {ids_text(tuple(free))}" if free else "`trimtab cluster remove NODE` frees one"
+    return f"free: {ids_text(tuple(free))}" if free else "`trimtab node remove NODE` frees one"
 
 
 def _plain_address(address: str) -> str:

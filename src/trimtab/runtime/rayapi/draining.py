@@ -72,7 +72,7 @@ def match(nodes: Iterable[RayNode], node: str) -> str:
     if not matches and len(wanted) >= MIN_ID_PREFIX:
         matches = [each for each in alive if each.node_id.startswith(wanted)]
     if not matches:
-        raise UnknownNodeError(f"there is no node {node}", hint="`trimtab cluster status` shows nodes and their names")
+        raise UnknownNodeError(f"there is no node {node}", hint="`trimtab cluster show` shows nodes and their names")
     if len(matches) > 1:
         several = ", ".join(sorted(each.node_id[:12] for each in matches))
         raise UnknownNodeError(f"several nodes are called {node}: {several}", hint="give an id prefix")

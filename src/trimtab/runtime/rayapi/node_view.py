@@ -93,7 +93,7 @@ class RayView:
         except Exception as fault:
             raise UnreachableError(
                 f"the Ray cluster at {self.address} does not answer: {first_line(fault)}",
-                hint="`trimtab cluster status` says what is left of it",
+                hint="`trimtab cluster show` says what is left of it",
             ) from None
 
 
@@ -116,7 +116,7 @@ class RayViewProcess(ChildSampler[list[RayNode]]):
                 why = sample if isinstance(sample, str) else "it stopped answering"
                 raise UnreachableError(
                     f"the Ray cluster at {self.address} does not answer: {why}",
-                    hint="`trimtab cluster status` says what is left of it",
+                    hint="`trimtab cluster show` says what is left of it",
                 )
             self.wait(min(left_s, 0.2))
 

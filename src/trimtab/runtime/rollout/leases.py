@@ -65,7 +65,7 @@ class EngineLeases:
                 return granted.result()
             view = core.machine.request(spec.id)
             why = "" if view is None else f": {view.reason.sentence}"
-            raise UnreachableError(f"no worker in {wait_s:g} s{why}", hint="see `trimtab rollout status`")
+            raise UnreachableError(f"no worker in {wait_s:g} s{why}", hint="see `trimtab engine list`")
         except BaseException:
             if self._held.pop(spec.id, None) is None and not granted.done():
                 granted.cancel()

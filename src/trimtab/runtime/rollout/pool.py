@@ -332,7 +332,7 @@ class RolloutPool(RequestApi):
             if not await core.until(lambda: self._count(WorkerState.active) >= workers, wait_s):
                 raise UnreachableError(
                     f"{self._count(WorkerState.active)} of {workers} workers serve after {wait_s:g} s",
-                    hint="see `trimtab rollout status` for what the others wait for",
+                    hint="see `trimtab engine list` for what the others wait for",
                 )
             yield
         finally:

@@ -14,7 +14,7 @@ Everything else is read and checked by `formats/job.py`.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from trimtab.runtime.run.job import UNMEASURED_S, ComponentCode, RunJob
 MAX_DEPTH = 50  # nesting levels
 
 
-def load_run(path: Path, **overrides: Any) -> RunJob:
-    """Read a job file to run. `overrides` (iterations, seed, mode of the loop) win over its `run` section."""
-    return read_run_job(yaml_text.read_mapping(path), path, yaml_text.read_text(path), **overrides)
+def load_run(path: Path, overrides: Sequence[str] = (), **settings: Any) -> RunJob:
+    """Read a job file to run, with `key=value` overrides; `settings` (iterations, seed, mode of the loop) win."""
+    config = yaml_text.overridden(yaml_text.read_mapping(path), overrides)
+    return read_run_job(config, path, "" if overrides else yaml_text.read_text(path), **settings)
 
 
 def read_run_job(config: Mapping[str, Any], path: Path, text: str = "", **overrides: Any) -> RunJob:

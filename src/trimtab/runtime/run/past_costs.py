@@ -18,7 +18,6 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.formats.job import matches, ranks_of
-from trimtab.formats.load import overridden
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs.measured import spread
 from trimtab.model.plan import CurrentPlacement
@@ -86,7 +85,7 @@ def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> 
     data = yaml_text.read_mapping(path)
     if not matches(data):
         raise InputError("--from-run goes with job files in trimtab's own form", where=str(path))
-    loaded, _, _, unmeasured = read_costed(overridden(data, overrides), path)
+    loaded, _, _, unmeasured = read_costed(yaml_text.overridden(data, overrides), path)
     workflow, notes = measured_workflow(loaded.job.workflow, unmeasured, past, str(folder))
     notes += (past.left_out,) * bool(past.left_out)
     job = PlacementJob(loaded.job.cluster, workflow)

@@ -1,7 +1,7 @@
 """The journal of a machine: all its events on disk, from which a controller recovers after a crash at any time.
 
 An append-only file of JSON lines `[now, "EventType", {fields}]` after a header with the format version; a fourth
-element lists the resulting instructions, for display and `trimtab replay` only. An event is written to the operating
+element lists the resulting instructions, for display and `trimtab simulate` only. An event is written to the operating
 system before it is executed, and synced to disk within 100 ms. From time to time the machine's whole state is written
 as a snapshot (temporary file, fsync, rename), and older segments are deleted. Reading must never run code from the
 file: it only decodes known event types. A lock admits one writer.

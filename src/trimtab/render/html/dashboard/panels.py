@@ -252,7 +252,7 @@ def _rewards(story: RunStory, names: Sequence[str]) -> str:
 
 
 def controller_panels(data: Mapping[str, Any]) -> Panels:
-    """Panels of a cluster's controller; `data` is that of `trimtab status`."""
+    """Panels of a cluster's controller; `data` is that of `trimtab pool show`."""
     return {
         "pools": _pools(data["pools"]),
         "queue": _queue(data["waiting"]),

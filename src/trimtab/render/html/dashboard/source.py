@@ -102,7 +102,7 @@ class DashboardSource:
 
     @property
     def status(self) -> Mapping[str, Any] | None:
-        """The controller's last status, as `trimtab status` has it; None without a controller."""
+        """The controller's last status, as `trimtab pool show` has it; None without a controller."""
         return None if self._controller is None else self._controller.status
 
     @property

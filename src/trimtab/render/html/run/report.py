@@ -74,7 +74,7 @@ def _headline(story: RunStory, chart: RunChart, spent: list[figures.ReportCost],
         where = ", ".join(map(str, story.unparsed_lines[:5])) + (" …" if len(story.unparsed_lines) > 5 else "")
         count = counted(len(story.unparsed_lines), "line")
         warned = f'<p class="lede warn">{count} of events.jsonl could not be parsed and left out: {where}.</p>\n'
-    eyebrow, tiles = f"trimtab report · {story.job or 'run'}", _tiles(story, chart, names)
+    eyebrow, tiles = f"trimtab: run · {story.job or 'run'}", _tiles(story, chart, names)
     return page.header(eyebrow, title, figures.status_sentence(story), tiles, notice=warned, more=f"{lines}\n")
 
 

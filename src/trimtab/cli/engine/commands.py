@@ -1,4 +1,4 @@
-"""`trimtab rollout`: serves engines behind one gateway; shows, drains, resumes, scales and diagnoses them.
+"""`trimtab engine`: serves engines behind one gateway; lists, drains, scales and diagnoses them.
 
 `serve` runs until interrupted. The other commands call a running gateway, found by the file that `serve` wrote or by
 --url; changes need its token. Heavy imports happen inside the functions, so that the command line starts quickly.
@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import os
-import re
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,35 +16,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from trimtab.cli.options import FormatOption, not_installed
-from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, meant
+from trimtab.cli.options import (
+    DeadlineOption,
+    FollowOption,
+    FormatOption,
+    JobArgument,
+    OverridesArgument,
+    PortOption,
+    ReasonOption,
+    TailOption,
+    TokenFileOption,
+    UrlOption,
+    not_installed,
+    seconds_of,
+)
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError, meant
 from trimtab.render.output import Format, answer, err, warn
 
 if TYPE_CHECKING:
-    from trimtab.cli.rollout.client import GatewayClient
+    from trimtab.cli.engine.client import GatewayClient
 
 app = typer.Typer(help="Rollout engines behind one gateway, scaled with the load.", no_args_is_help=True)
 
-UrlOption = Annotated[
-    str | None, Option("--url", help="Gateway address.  [default: TRIMTAB_ROLLOUT_URL, or your only local gateway]")
-]
-TokenOption = Annotated[
-    Path | None,
-    Option("--token-file", help="File with the token.  [default: TRIMTAB_ROLLOUT_TOKEN, or the file written by serve]"),
-]
-WorkerArgument = Annotated[str, Argument(help="Worker name, as in `trimtab rollout status`.")]
-
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+EngineArgument = Annotated[str, Argument(help="Engine name, as in `trimtab engine list`.")]
 
 
 @app.command()
 def serve(
-    job: Annotated[Path, Argument(help="Job file with a `rollout:` section.")],
-    port: Annotated[
-        int | None, Option(help="Port to listen on; 0: any free port.  [default: as in the job file]")
-    ] = None,
+    job: JobArgument,
+    overrides: OverridesArgument = None,
+    port: PortOption = None,
     host: Annotated[str | None, Option(help="Address to listen on; beyond loopback the token is required.")] = None,
-    token_file: Annotated[Path | None, Option(help="File for the generated token.")] = None,
+    token_file: TokenFileOption = None,
     resume_every: Annotated[
         str | None,
         Option(help="What a lost engine costs a request: tokens, '10 s', or inf.  [default: as in the job file]"),
@@ -60,15 +64,15 @@ def serve(
 
     Examples:
 
-        trimtab rollout serve job.yaml
-        trimtab rollout serve job.yaml --port 9000
+        trimtab engine serve job.yaml
+        trimtab engine serve job.yaml --port 9000
     """
     import asyncio
 
     from trimtab.formats.rollout import job_section as rollout_file
     from trimtab.model.rollout import resume_bounds
 
-    settings = rollout_file.read(job)
+    settings = rollout_file.read(job, overrides or ())
     if resume_every is not None:
         tokens, seconds = resume_bounds(resume_every)
         settings = replace(settings, rules=replace(settings.rules, resume_every=tokens, resume_every_s=seconds))
@@ -82,73 +86,124 @@ def serve(
         raise typer.Exit(status)
 
 
-@app.command()
-def status(
-    name: Annotated[str | None, Argument(help="Worker or request: show its story.")] = None,
-    url: UrlOption = None,
-    token_file: TokenOption = None,
-    form: FormatOption = Format.text,
-) -> None:
-    """Show workers with state, load and reasons; queues by class; the last scale steps and their outcomes.
+@app.command("list")
+def list_engines(url: UrlOption = None, token_file: TokenFileOption = None, form: FormatOption = Format.text) -> None:
+    """List engines with state, load and reasons; queues by class; the last scale steps and their outcomes.
 
     Examples:
 
-        trimtab rollout status
-        trimtab rollout status engine-0
-        trimtab rollout status --url http://10.0.0.1:8268 --format json
+        trimtab engine list
+        trimtab engine list --url http://10.0.0.1:8268 --format json
+    """
+    from trimtab.render.text import rollout as rollout_text
+
+    data = _status(_client(url, token_file))
+    answer(data, form, lambda: rollout_text.print_status(data))
+
+
+@app.command()
+def show(
+    name: Annotated[str, Argument(help="Engine or request.")],
+    url: UrlOption = None,
+    token_file: TokenFileOption = None,
+    form: FormatOption = Format.text,
+) -> None:
+    """Show an engine or a request: its state, load and story.
+
+    Example:
+
+        trimtab engine show engine-0
     """
     from trimtab.render.text import rollout as rollout_text
 
     client = _client(url, token_file)
-    if name is None:
-        data = _status(client)
-        answer(data, form, lambda: rollout_text.print_status(data))
-        return
     seen = _status(client)
     try:
         story_of = client.story(name)
     except InputError:
-        raise _unknown(name, seen, "worker or request") from None
+        raise _unknown(name, seen, "engine or request") from None
     story = rollout_text.story_data(name, story_of, seen)
     answer(story, form, lambda: rollout_text.print_story(story))
 
 
+def knows(name: str) -> bool:
+    """Whether the only gateway of this user has an engine or a request of this name."""
+    try:
+        _client(None, None).story(name)
+    except TrimtabError:
+        return False
+    return True
+
+
+@app.command()
+def logs(
+    name: EngineArgument,
+    tail: TailOption = 1000,
+    follow: FollowOption = False,
+    url: UrlOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Print what an engine that the gateway started on this machine has written.
+
+    Engines on slots of a pool are tasks: `trimtab task logs`.
+
+    Example:
+
+        trimtab engine logs engine-2 --tail 50 --follow
+    """
+    from trimtab.runtime.rollout.launch.launcher import safe_name
+
+    client = _client(url, token_file)
+    worker = _known(client, name)
+    path = Path(client.at.logs) / f"{safe_name(worker['name'])}.log" if client.at.logs else None
+    if path is None or not path.is_file():
+        raise InputError(
+            f"{name} has no log here: the gateway of this machine did not start it",
+            hint="an attached engine writes where it was started; `trimtab task logs` has those of pools",
+        )
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = file.readlines()
+        sys.stdout.writelines(lines if tail < 0 else lines[max(0, len(lines) - tail) :])
+        while follow:
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            time.sleep(0.2)
+
+
 @app.command()
 def drain(
-    worker: WorkerArgument,
-    deadline: Annotated[
-        str | None, Option(help="When remaining requests move to other workers: 30, 90s, 5m.  [default: drain_timeout]")
-    ] = None,
-    why: Annotated[str, Option(help="Reason, shown in status.")] = "drained by `trimtab rollout drain`",
+    worker: EngineArgument,
+    deadline: DeadlineOption = None,
+    reason: ReasonOption = "drained by `trimtab engine drain`",
     url: UrlOption = None,
-    token_file: TokenOption = None,
+    token_file: TokenFileOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Drain a worker: no new requests until it is resumed; running requests move elsewhere at the deadline.
+    """Drain an engine: no new requests until `undrain`; running requests move elsewhere at the deadline.
 
-    Exit status 3 if too few workers would remain.
+    Exit status 3 if too few engines would remain.
 
     Examples:
 
-        trimtab rollout drain engine-2
-        trimtab rollout drain engine-2 --deadline 5m --why "its GPU is needed"
+        trimtab engine drain engine-2
+        trimtab engine drain engine-2 --deadline 5m --reason "its GPU is needed"
     """
     client = _client(url, token_file)
-    deadline_s = None if deadline is None else _seconds(deadline, "--deadline")
+    deadline_s = None if deadline is None else seconds_of(deadline, "--deadline")
     _known(client, worker)
-    client.drain(worker, deadline_s, why)
+    client.drain(worker, deadline_s, reason)
     _answer_worker(client, worker, "drains", form)
 
 
 @app.command()
-def resume(
-    worker: WorkerArgument, url: UrlOption = None, token_file: TokenOption = None, form: FormatOption = Format.text
+def undrain(
+    worker: EngineArgument, url: UrlOption = None, token_file: TokenFileOption = None, form: FormatOption = Format.text
 ) -> None:
-    """Resume a worker that was drained, or given up after too many failures.
+    """Let an engine serve again that was drained, or given up after too many failures.
 
     Example:
 
-        trimtab rollout resume engine-2
+        trimtab engine undrain engine-2
     """
     client = _client(url, token_file)
     _known(client, worker)
@@ -158,44 +213,45 @@ def resume(
 
 @app.command()
 def scale(
-    workers: Annotated[int | None, Argument(metavar="[N]", help="Number of workers.")] = None,
-    for_: Annotated[str | None, Option("--for", help="Duration: 90s, 10m, 2h.  [default: until --release]")] = None,
-    release: Annotated[bool, Option("--release", help="Return scaling to the policy.")] = False,
-    why: Annotated[str, Option(help="Reason, shown in status.")] = "set by `trimtab rollout scale`",
+    workers: Annotated[int | None, Argument(metavar="[N]", help="Number of engines.")] = None,
+    for_: Annotated[str | None, Option("--for", help="Duration: 90s, 10m, 2h.  [default: until --auto]")] = None,
+    auto: Annotated[bool, Option("--auto", help="Return scaling to the policy.")] = False,
+    reason: ReasonOption = "set by `trimtab engine scale`",
     url: UrlOption = None,
-    token_file: TokenOption = None,
+    token_file: TokenFileOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Set the number of workers manually: it overrides the policy until released or expired.
+    """Set the number of engines by hand: it overrides the policy until --auto or the end of --for.
 
     Examples:
 
-        trimtab rollout scale 8 --for 10m
-        trimtab rollout scale --release
+        trimtab engine scale 8 --for 10m
+        trimtab engine scale --auto
     """
     from trimtab.render.text import rollout as rollout_text
 
-    if release == (workers is not None):
+    if auto == (workers is not None):
         raise InputError(
-            "pass either a number of workers or --release", where="command line", hint="trimtab rollout scale 4"
+            "pass either a number of engines or --auto", where="command line", hint="trimtab engine scale 4"
         )
-    if release and for_ is not None:
-        raise InputError("--for needs a number of workers", where="command line: --for")
-    for_s = None if for_ is None else _seconds(for_, "--for")
+    if auto and for_ is not None:
+        raise InputError("--for needs a number of engines", where="command line: --for")
+    for_s = None if for_ is None else seconds_of(for_, "--for")
     client = _client(url, token_file)
     if workers is None:
         client.release()
     else:
-        client.scale(workers, for_s, why)
+        client.scale(workers, for_s, reason)
     data = _status(client)
     answer({"scaling": data["scaling"], "range": data["range"]}, form, lambda: rollout_text.print_scaled(data))
 
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, Option(help="Check this job file only, without a gateway.")] = None,
+    job: Annotated[Path | None, Argument(metavar="[FILE]", help="Check this job file only, without a gateway.")] = None,
+    overrides: OverridesArgument = None,
     url: UrlOption = None,
-    token_file: TokenOption = None,
+    token_file: TokenFileOption = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Diagnose engines that do not serve or scale, memory that is not freed, and failing requests; with fixes.
@@ -204,8 +260,8 @@ def doctor(
 
     Examples:
 
-        trimtab rollout doctor
-        trimtab rollout doctor --config job.yaml
+        trimtab engine doctor
+        trimtab engine doctor job.yaml
     """
     from trimtab.formats.rollout import job_section as rollout_file
     from trimtab.machines.diagnose.rollout import examine, examine_settings
@@ -213,10 +269,10 @@ def doctor(
     from trimtab.render.text import rollout as rollout_text
     from trimtab.runtime.procs import gpus
 
-    if config is not None:
+    if job is not None:
         if url is not None:
-            raise InputError("--config and --url exclude each other", where="command line")
-        settings, of_what = rollout_file.read(config), str(config)
+            raise InputError("FILE and --url exclude each other", where="command line")
+        settings, of_what = rollout_file.read(job, overrides or ()), str(job)
         _import_serve().commands(settings)
         found = examine_settings(settings.warnings(), settings.public_addresses())
     else:
@@ -232,16 +288,16 @@ def doctor(
 
 def _import_serve() -> Any:
     try:
-        from trimtab.cli.rollout import serve as rollout_serve
+        from trimtab.cli.engine import serve as engine_serve
     except ModuleNotFoundError as fault:
         if (fault.name or "").startswith("trimtab"):
             raise
         raise not_installed("the gateway", fault) from None
-    return rollout_serve
+    return engine_serve
 
 
 def _client(url: str | None, token_file: Path | None) -> GatewayClient:
-    from trimtab.cli.rollout.client import GatewayClient, find_gateway
+    from trimtab.cli.engine.client import GatewayClient, find_gateway
 
     return GatewayClient(find_gateway(os.environ, url, token_file))
 
@@ -258,12 +314,12 @@ def _known(client: GatewayClient, worker: str) -> dict[str, Any]:
         if item["name"] == worker:
             found: dict[str, Any] = item
             return found
-    raise _unknown(worker, seen, "worker")
+    raise _unknown(worker, seen, "engine")
 
 
 def _unknown(name: str, seen: dict[str, Any], what: str) -> InputError:
     names = [item["name"] for item in seen["workers"]]
-    hint = meant(name, names, f"workers: {', '.join(names[:8]) or 'none'}")
+    hint = meant(name, names, f"engines: {', '.join(names[:8]) or 'none'}")
     return InputError(f"there is no {what} {name}", hint=hint)
 
 
@@ -272,11 +328,3 @@ def _answer_worker(client: GatewayClient, worker: str, verb: str, form: Format) 
 
     data = _known(client, worker)
     answer(data, form, lambda: rollout_text.print_worker(data, verb))
-
-
-def _seconds(text: str, option: str) -> float:
-    """Parses a duration: 90, 90s, 10m, 1.5h."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
-    if match is None or match[2] not in UNITS:
-        raise InputError(f"a time such as 90s, 10m or 2h is expected, not {text}", where=f"command line: {option}")
-    return float(match[1]) * UNITS[match[2]]

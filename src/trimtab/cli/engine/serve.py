@@ -1,4 +1,4 @@
-"""`trimtab rollout serve`: builds pool, engines and gateway from a job file, and stops them in order.
+"""`trimtab engine serve`: builds pool, engines and gateway from a job file, and stops them in order.
 
 The gateway listens before its engines are ready, so that they can be watched while they start. An unreachable engine is
 reported and retried; others may serve in the meantime. Must never happen: a stop that leaves processes behind. The
@@ -19,8 +19,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cli.pool import controller_session
-from trimtab.cli.rollout import client as rollout_place
+from trimtab.cli.engine import client as rollout_place
+from trimtab.cli.options import controller_session
 from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.formats.rollout.job_section import RolloutSettings
@@ -125,9 +125,9 @@ async def serve(
         await pool.start()
         try:
             await gateway.start()
-            stack.enter_context(rollout_place.published(environment, gateway.url, settings.path, kept_in))
             logs = settings.beside(settings.section.logs)
             logs = logs or rollout_place.folder(environment) / f"rollout-{gateway.url.rpartition(':')[2]}-logs"
+            stack.enter_context(rollout_place.published(environment, gateway.url, settings.path, kept_in, logs))
             here = any(isinstance(entry, StartedEngines) and entry.pool is None for entry in settings.engines)
             hints = _start_lines(gateway.url, kept_in, logs if here else None)
             await _until_over(pool, gateway, engines, logs, settings, stops, hints)
@@ -224,7 +224,7 @@ def _start_lines(url: str, token_file: Path | None, logs: Path | None) -> list[s
         f"listening on {url}",
         tokens.told(token_file, rollout_place.TOKEN),
         *([f"engine logs are in {logs}"] if logs else []),
-        "trimtab rollout status | drain | resume | scale | doctor   # in another terminal",
+        "trimtab engine list | drain | undrain | scale | doctor   # in another terminal",
         "Ctrl-C stops it",
     ]
     if not out.is_terminal:

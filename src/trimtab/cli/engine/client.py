@@ -28,7 +28,7 @@ from trimtab.runtime.procs.processes import ProcessIdentity, this
 TOKEN = "TRIMTAB_ROLLOUT_TOKEN"
 URL = "TRIMTAB_ROLLOUT_URL"
 PLACE = "TRIMTAB_ROLLOUT_DIR"
-START_ONE = "start one: trimtab rollout serve JOB"
+START_ONE = "start one: trimtab engine serve FILE"
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class RunningGateway:
     born: float
     job: str
     token_file: str  # empty: its token is in the environment of its process
+    logs: str = ""  # folder of the engines that it starts
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class GatewayTarget:
     url: str
     token: str | None
     job: str = ""
+    logs: str = ""
 
 
 def folder(environment: Mapping[str, str]) -> Path:
@@ -65,12 +67,15 @@ def folder(environment: Mapping[str, str]) -> Path:
 
 
 @contextmanager
-def published(environment: Mapping[str, str], url: str, job: Path, token_file: Path | None) -> Iterator[Path]:
+def published(
+    environment: Mapping[str, str], url: str, job: Path, token_file: Path | None, logs: Path | None = None
+) -> Iterator[Path]:
     """Publishes the gateway for other commands while the block runs."""
     me = this()
     target = folder(environment) / f"rollout-{urlsplit(url).port}.json"
     kept_in = str(token_file.resolve()) if token_file else ""
-    record = RunningGateway(url, me.pid, me.born, str(job.resolve()), kept_in)
+    in_folder = str(logs.resolve()) if logs else ""
+    record = RunningGateway(url, me.pid, me.born, str(job.resolve()), kept_in, in_folder)
     write_private(target, json.dumps(asdict(record)))
     try:
         yield target
@@ -113,7 +118,7 @@ def find_gateway(environment: Mapping[str, str], url: str | None, token_file: Pa
             raise InputError(f"'{url}' is not a gateway address", where="command line: --url", hint="http://HOST:PORT")
         found = [gateway for gateway in gateways if gateway.url == url]
         chosen = found[0] if found else RunningGateway(url, 0, 0.0, "", "")
-    return GatewayTarget(chosen.url, _token_of(environment, token_file, chosen), chosen.job)
+    return GatewayTarget(chosen.url, _token_of(environment, token_file, chosen), chosen.job, chosen.logs)
 
 
 def _token_of(environment: Mapping[str, str], token_file: Path | None, chosen: RunningGateway) -> str | None:

@@ -1,4 +1,4 @@
-"""`trimtab partition` and `sched-pipeline`: which layers go on which device.
+"""`trimtab pipeline` and `sched-pipeline`: which layers go on which device.
 
 Both read the same files and use the same planner. `sched-pipeline` has the flags, defaults and standard output of the
 public tool of that name, except that errors never exit with 0: an infeasible problem prints `[]` and exits with 3.
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.markup import escape
 from typer import Option
 
-from trimtab.cli.options import FormatOption, called, save_report
+from trimtab.cli.options import FormatOption, ReportOption, RunAddressOption, called, save
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
 from trimtab.formats.pipeline.pipeedge import SplitTarget
 from trimtab.render.output import Format, answer, err, out, picked, share, warn
@@ -45,11 +45,11 @@ class Goal(str, enum.Enum):
     latency = "latency"
 
 
-def partition(
-    dtype: Annotated[str, Option("--dtype", "-d", help="PyTorch dtype of the profile.")] = "torch.float32",
+def pipeline(
+    dtype: Annotated[str, Option(help="PyTorch dtype of the profile.")] = "torch.float32",
     batch_size: Annotated[int, Option("--batch-size", "-b", help="Microbatch size.")] = 8,
-    buffers_in: Annotated[int, Option("--buffers-in", "-i", help="Input buffers of a stage, in microbatches.")] = 2,
-    buffers_out: Annotated[int, Option("--buffers-out", "-o", help="Output buffers of a stage, in microbatches.")] = 2,
+    buffers_in: Annotated[int, Option(help="Input buffers of a stage, in microbatches.")] = 2,
+    buffers_out: Annotated[int, Option(help="Output buffers of a stage, in microbatches.")] = 2,
     model_name: Annotated[str, Option("--model-name", "-m", help="Model name in the models file.")] = MODEL,
     models_file: Annotated[Path, Option("--models-file", "-M", help="Layers, memory and sizes.")] = MODELS,
     dev_types_file: Annotated[
@@ -74,7 +74,7 @@ def partition(
         bool, Option("--frontier", help="Also show the best bottleneck for 1, 2, ... devices.")
     ] = False,
     emit: Annotated[SplitTarget | None, Option(help="Print only the split, in this engine's form.")] = None,
-    report: Annotated[Path | None, Option(help="Write an HTML report.")] = None,
+    report: ReportOption = None,
     devices_from_ray: Annotated[
         str | None,
         Option(metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local cluster)."),
@@ -91,7 +91,7 @@ def partition(
     microbatches: Annotated[int, Option(min=1, help="Microbatches to run.")] = 24,
     stretch: Annotated[float | None, Option(help="Factor for emulated times.")] = None,
     threads: Annotated[int, Option(min=1, help="Threads per stage.")] = 1,
-    address: Annotated[str | None, Option(help="Ray cluster to run on.  [default: a new local cluster]")] = None,
+    address: RunAddressOption = None,
     timeout: Annotated[float | None, Option(help="Timeout of a run in seconds.")] = None,
 ) -> None:
     """Assign layers to heterogeneous devices: the pipeline with the best throughput, proven optimal.
@@ -101,11 +101,11 @@ def partition(
 
     Examples:
 
-        trimtab partition -M models.yml -T device_types.yml -D devices.yml --report pipeline.html
-        trimtab partition --objective latency --headroom 10% --format json
-        trimtab partition --frontier --max-devices 6
-        trimtab partition --emit vllm --cut-every 4
-        trimtab partition --emulate
+        trimtab pipeline -M models.yml -T device_types.yml -D devices.yml --report pipeline.html
+        trimtab pipeline --objective latency --headroom 10% --format json
+        trimtab pipeline --frontier --max-devices 6
+        trimtab pipeline --emit vllm --cut-every 4
+        trimtab pipeline --emulate
     """
     if devices_from_ray is not None:
         from trimtab.formats.pipeline.pipeedge import devices_yaml
@@ -130,7 +130,7 @@ def partition(
     if report is not None:
         from trimtab.render.html.partition_report import partition_report
 
-        save_report(report, partition_report(found, command=called(), search_seconds=searched))
+        save(report, partition_report(found, command=called(), search_seconds=searched))
     if emit is not None:
         from trimtab.formats.pipeline.pipeedge import split_lines
 

@@ -1,0 +1,1 @@
+"""`trimtab cluster` and `trimtab node`."""

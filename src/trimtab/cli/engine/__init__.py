@@ -1,0 +1,1 @@
+"""`trimtab engine`: serve, list, drain and diagnose engines."""

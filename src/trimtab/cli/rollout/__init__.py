@@ -1,1 +1,0 @@
-"""`trimtab rollout`: serve, inspect, drain, scale and diagnose engines."""
