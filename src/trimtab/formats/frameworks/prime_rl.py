@@ -233,7 +233,7 @@ class PrimeRl(pools.TrainerAndEngines):
         for key in ("inference.vllm.data_parallel_size", "inference.parallel.dp"):
             if not self.several and self.reader.has(key):
                 values[key] = rollout // _engine(self.reader)
-        return pools.flag_settings(values, dashes=True)
+        return pools.flag_settings(values, equals=False)  # prime-rl takes no `--flag=value`
 
 
 def _place(reader: ConfigReader) -> str:

@@ -240,7 +240,7 @@ class Slime(pools.TrainerAndEngines):
             values["colocate"] = None
         if shared and per_node < pools.PER_NODE:
             values["num_gpus_per_node"] = per_node
-        return pools.flag_settings(values, dashes=True)
+        return pools.flag_settings(values)
 
 
 _DENSE = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

@@ -7,7 +7,7 @@ beside both keep them: they are not part of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from trimtab.core.errors import InputError
@@ -84,18 +84,22 @@ class TrainerAndEngines(FrameworkConfig):
         return CurrentPlacement(ranks, self.path)
 
 
-def flag_settings(values: dict[str, Any], advice: Sequence[str] = (), dashes: bool = False) -> PlanSettings:
-    """Settings of a framework that takes flags: a value of None is a flag that has to go."""
-    gone = [flag_of(name, dashes) for name, value in values.items() if value is None]
-    words = [
-        flag_of(name, dashes) if value is True else f"{flag_of(name, dashes)}={value}"
-        for name, value in values.items()
-        if value is not None
-    ]
+def flag_settings(values: dict[str, Any], *, equals: bool = True) -> PlanSettings:
+    """Settings of a framework that takes flags, with dashes; a value of None is a flag that has to go.
+
+    Without `equals` a flag and its value are words of their own.
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(_flag(name))
+        elif value is not None:
+            words += [f"{_flag(name)}={value}"] if equals else [_flag(name), str(value)]
+    gone = [_flag(name) for name, value in values.items() if value is None]
     stated = {name: value for name, value in values.items() if value is not None}
-    leave = (f"leave out {', '.join(gone)}",) if gone else ()
-    return PlanSettings(values, block_text(nested(stated)), (*leave, *advice), tuple(words))
+    advice = (f"leave out {', '.join(gone)}",) if gone else ()
+    return PlanSettings(values, block_text(nested(stated)), advice, tuple(words))
 
 
-def flag_of(name: str, dashes: bool) -> str:
-    return f"--{name.replace('_', '-') if dashes else name}"
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
