@@ -73,6 +73,7 @@ LOG = LogFramework(
     lengths=("train/response_length",),
     reward="train/reward",
     timers_exclude_waits=True,
+    line_start=_STEP,
 )
 
 

@@ -72,6 +72,7 @@ LOG = LogFramework(
     reward="rollout/raw_reward",
     kept=(_AHEAD,),
     timers_exclude_waits=True,
+    line_start=_STEP,
 )
 
 

@@ -115,6 +115,9 @@ LOG = LogFramework(
     lengths=("train/completions/mean_length", "train/completion_length"),
     reward="train/reward",
     complete=_complete,
+    named=_named,
+    rows_add_up=True,
+    line_start=_DICT,
 )
 
 

@@ -129,6 +129,7 @@ LOG = LogFramework(
     kept=("timing_per_token_ms/gen", "perf/total_num_tokens", "prompt_length/mean", "fully_async/"),
     other_timers=("dump_rollout_generations",),
     line_start=_STEP,
+    named=_named,
 )
 
 

@@ -102,7 +102,7 @@ class RunLog:
         self._files[name] = again = _LogFile()
         # Kept, so that a process that begins again from an earlier step is known to be restarted.
         again.processes = {
-            mark: _LogProcess(self.framework.parser(), process.named, process.newest)
+            mark: _LogProcess(self.framework.line_parser(), process.named, process.newest)
             for mark, process in processes.items()
         }
 
@@ -135,7 +135,7 @@ class RunLog:
         if kind:
             file.events = EventBytes(self.framework.keeps)
         else:
-            file.lines = LineBytes(self.framework.needles, self.framework.line_start)
+            file.lines = LineBytes(self.framework.needles_with_json, self.framework.line_start)
         data, file.head = file.head, b""
         return data
 
@@ -161,7 +161,7 @@ class RunLog:
         if mark not in file.processes:
             while len(file.processes) >= MAX_PROCESSES:
                 del file.processes[next(iter(file.processes))]
-            file.processes[mark] = _LogProcess(self.framework.parser(), named=bool(mark))
+            file.processes[mark] = _LogProcess(self.framework.line_parser(), named=bool(mark))
         return file.processes[mark]
 
     def _close_event(self, file: _LogFile) -> None:

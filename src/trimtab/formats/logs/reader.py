@@ -8,23 +8,29 @@ given, never guessed. Everything left out or doubtful is in the profile's notes.
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from trimtab.core.errors import InputError, unknown
 from trimtab.formats.frameworks import registry
 from trimtab.formats.logs import gpus as logs_gpus
 from trimtab.formats.logs import lengths as rollout_lengths
-from trimtab.formats.logs import measured
+from trimtab.formats.logs import measured, wandb
 from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.logs.ledger import ledger
 from trimtab.formats.logs.measured import CostSample
-from trimtab.formats.logs.records import LogFramework, StepRecord, read_lines
+from trimtab.formats.logs.records import STEP_KEYS, LogFramework, StepRecord, read_lines, values_of
 from trimtab.model.workflow import ComponentProfile, Profile
 
 FRAMEWORKS: Mapping[str, LogFramework] = {name: framework.LOG for name, framework in registry.FRAMEWORKS.items()}
+
+_ANY_START = re.compile("|".join(f"(?:{one.line_start.pattern})" for one in FRAMEWORKS.values() if one.line_start))
 
 OVERLAP = 1.15
 """Components whose times sum to more than this share of their step ran side by side."""
@@ -140,21 +146,49 @@ def read(
 def detect(files: Sequence[Path]) -> LogFramework:
     """The framework that wrote these files, by the first line or tag that is unique to a framework."""
     for path in files:
+        found = None
         if tensorboard_events.is_event_file(path):
-            for scalar in tensorboard_events.read_scalars(path, lambda _: True, lambda: None):
-                for framework in FRAMEWORKS.values():
-                    if scalar.tag.startswith(framework.prefix):
-                        return framework
-            continue
-        for line in read_lines(path, line_start=FRAMEWORKS["verl"].line_start):
-            for framework in FRAMEWORKS.values():
-                if framework.marker.search(line.text):
-                    return framework
+            found = _owner(scalar.tag for scalar in tensorboard_events.read_scalars(path, lambda _: True, lambda: None))
+        elif wandb.is_wandb_file(path):
+            found = _owner(name for _, row in wandb.read_rows(path, lambda: None) for name in row)
+        else:
+            for line in read_lines(path, line_start=_ANY_START):
+                found = next((one for one in FRAMEWORKS.values() if one.marker.search(line.text)), None)
+                if found is None and line.text.lstrip().startswith("{") and (row := _json_object(line.text)):
+                    found = _owner(row)
+                if found is not None:
+                    break
+        if found is not None:
+            return found
     known = "; ".join(framework.supported_logs for framework in FRAMEWORKS.values())
     hint = f"supported: {known}"
     if any(rollout_lengths.looks_like_dump(path) for path in files):
         hint = "these are answers, not timings: give them with --lengths beside the run's log"
     raise InputError("these timings are of no known framework", where=_named(files), hint=hint)
+
+
+def _owner(names: Iterable[str]) -> LogFramework | None:
+    """The framework whose timer is among these names; else the one whose prefix was first."""
+    near: LogFramework | None = None
+    for name in names:
+        for framework in FRAMEWORKS.values():
+            if framework.named(name) in framework.timers:
+                return framework
+            if near is None and name.startswith(framework.prefix):
+                near = framework
+    return near
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """The names and values of a line that is a JSON object; empty for any other."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    inner = (data.get(key) for key in ("data", "metrics"))
+    return data | {name: value for some in inner if isinstance(some, dict) for name, value in some.items()}
 
 
 def framework_named(name: str) -> LogFramework:
@@ -172,22 +206,28 @@ def files_of(path: Path) -> list[Path]:
         names = sorted(entry for entry in path.iterdir() if entry.is_file())
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    inside = [entry for entry in names if "tfevents" in entry.name] or [
-        entry for entry in names if entry.suffix in (".jsonl", ".log")
-    ]
+    inside = (
+        [entry for entry in names if "tfevents" in entry.name]
+        or wandb.run_files(path)
+        or [entry for entry in names if entry.suffix in (".jsonl", ".log")]
+        or sorted(path.glob("*/*tfevents*"))
+        or sorted(path.glob("*/*/*tfevents*"))
+    )
     if not inside:
         raise InputError(f"the folder {path} holds no log", hint="name the log file itself")
     return inside
 
 
 def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[StepRecord]:
-    if not tensorboard_events.is_event_file(path):
-        yield from framework.parse(path)
-        return
-
     def cut_off() -> None:
         run.cut_off += 1
 
+    if wandb.is_wandb_file(path):
+        yield from _rows(framework, wandb.read_rows(path, cut_off))
+        return
+    if not tensorboard_events.is_event_file(path):
+        yield from framework.parse(path)
+        return
     record: StepRecord | None = None
     for scalar in tensorboard_events.read_scalars(path, framework.keeps, cut_off):
         if record is None or scalar.step != record.step or scalar.tag in record.values:
@@ -197,6 +237,21 @@ def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[
         record.values[scalar.tag] = scalar.value
     if record is not None:
         yield record
+
+
+def _rows(framework: LogFramework, rows: Iterable[tuple[int, Mapping[str, float]]]) -> Iterator[StepRecord]:
+    """The records of W&B's rows. Rows of calls add up until the next row with a step of the run."""
+    open_values: dict[str, float] = {}
+    for at, row in rows:
+        step, values = values_of(framework, row)
+        if not framework.rows_add_up:
+            yield StepRecord(at if step is None else step, values)
+        elif step is None or not any(key in row for key in STEP_KEYS[:-1]):
+            for name, value in values.items():
+                open_values[name] = open_values.get(name, 0.0) + value
+        else:
+            yield StepRecord(step, {**open_values, **values})
+            open_values = {}
 
 
 def _join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
@@ -262,6 +317,10 @@ def _profile(
         explained = sum(component.seconds[0][1] for component in components if not component.waits)
         took = f"an iteration took {statistics.median(totals):.4g} s"
         notes.append(f"{took}, the components that are costs {explained:.4g} s")
+    if (where := ledger(framework, steps, waits)) is not None:
+        notes.append(where.sentence())
+    elif not framework.total:
+        notes.append(f"{framework.name} logs no total of a step: what no timer books is not known")
     if not components:
         raise InputError("every component's time in this log is 0")
     return Profile(framework.name, tuple(components), (*notes, *completion[1]))

@@ -5,19 +5,20 @@ Lines are cleaned here (colours, Ray's prefixes, carriage returns of progress ba
 that is not understood is not a record.
 
 A console line of metrics, separated by ` - `, is often copied from a window of 80 or 120 columns: it then continues in
-lines of the same width without the prefix of its process, broken anywhere, also inside a name or a number. What must
-never happen: half a number is read, or an unrelated line is joined. So a line that may continue is held back until the
-next one decides.
+lines of the same width without the prefix of its process, broken anywhere, also inside a name or a number. So is a
+dictionary of metrics, which goes on until its brace closes. What must never happen: half a number is read, or an
+unrelated line is joined. So a line that may continue is held back until the next one decides.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trimtab.formats.files import unreadable
 
@@ -108,6 +109,8 @@ class LogFramework:
     - `line_start` finds the start of a console line that a narrow window may have wrapped.
     - `late_total` is a timer of runs that log with each step the total of the step before.
     - `complete` adds to a step's values what follows from them.
+    - `named` gives a name in JSON lines, W&B and TensorBoard as the console has it; `rows_add_up`: rows without a step
+      are of calls, and belong to the next row with one.
     - `supported_logs` lists the supported kinds of logs, for messages.
     """
 
@@ -133,6 +136,18 @@ class LogFramework:
     line_start: re.Pattern[str] | None = None
     late_total: str = ""
     complete: Callable[[dict[str, float]], None] | None = None
+    named: Callable[[str], str] = str
+    rows_add_up: bool = False
+
+    @cached_property
+    def needles_with_json(self) -> tuple[bytes, ...]:
+        """What a line of the console, or of JSON, has one of."""
+        return (*self.needles, f'"{self.prefix}'.encode(), b"profiling/Time taken") if self.prefix else self.needles
+
+    @cached_property
+    def timers(self) -> frozenset[str]:
+        """The names of the components' timers."""
+        return frozenset(self.prefix + t for ways in self.parts.values() for timers in ways for t in timers)
 
     @cached_property
     def _kept(self) -> tuple[str, ...]:
@@ -144,10 +159,14 @@ class LogFramework:
 
     def parse(self, path: Path) -> Iterator[StepRecord]:
         """The records of a text log. Raises InputError."""
-        parser = self.parser()
-        for line in read_lines(path, self.needles, self.line_start):
+        parser = self.line_parser()
+        for line in read_lines(path, self.needles_with_json, self.line_start):
             yield from parser.take(line)
         yield from parser.end()
+
+    def line_parser(self) -> LogParser:
+        """The parser of a text log's lines: those of the console, and JSON lines."""
+        return _JsonFirst(self, self.parser())
 
     def metrics(self, text: str, between: str, sign: str, named: Callable[[str], str] = str) -> dict[str, float]:
         """The used values of a line of `name<sign>number`, under the names that `named` gives them."""
@@ -170,6 +189,51 @@ class LogFramework:
             return self.tokens(values), length
         answers = values.get(self.answers, 0.0)
         return length * answers if length and answers > 0 else None, length
+
+
+STEP_KEYS = ("train/global_step", "training/global_step", "rollout/step", "train/step", "global_step", "step", "_step")
+"""Names under which loggers keep a step, the most telling first."""
+
+
+def values_of(framework: LogFramework, data: Mapping[str, Any]) -> tuple[int | None, dict[str, float]]:
+    """(the step, the used values) of a row of named values, also if they are below `data` or `metrics`."""
+    row = dict(data)
+    for key in ("data", "metrics"):
+        if isinstance(inner := row.get(key), dict):
+            row |= inner
+    step = next((n for key in STEP_KEYS if (n := step_number(str(row.get(key)).removesuffix(".0"))) is not None), None)
+    values = {}
+    for name, value in row.items():
+        key = framework.named(str(name))
+        if framework.keeps(key) and isinstance(value, int | float) and not isinstance(value, bool):
+            read = number(repr(value))
+            if read is not None:
+                values[key] = read
+    return step, values
+
+
+class _JsonFirst:
+    """Parses a line that is a JSON object of metrics as such, and gives every other one to the console's parser."""
+
+    def __init__(self, framework: LogFramework, console: LogParser) -> None:
+        self._framework = framework
+        self._console = console
+
+    def take(self, line: LogLine) -> Iterable[StepRecord]:
+        own = list(self._console.take(line))
+        if own or not line.text.lstrip().startswith("{"):
+            return own
+        try:
+            data = json.loads(line.text)
+        except (ValueError, RecursionError):
+            return own
+        step, values = values_of(self._framework, data) if isinstance(data, dict) else (None, {})
+        if step is None or not any(name.startswith(self._framework.prefix) for name in values):
+            return own
+        return [StepRecord(step, values, line.whole)]
+
+    def end(self) -> Iterable[StepRecord]:
+        return self._console.end()
 
 
 @dataclass(frozen=True)
@@ -248,7 +312,7 @@ class WrappedLines:
         """The lines that are complete now, each with its process."""
         if self._pieces and self._continues(raw):
             self._join(raw)
-            if whole and self._pieces < MAX_PIECES and self._last >= self._width - TRIMMED:
+            if whole and self._pieces < MAX_PIECES and self._last >= self._width - TRIMMED and not self._closed:
                 return
             yield from self._release(whole)
             return
@@ -256,6 +320,8 @@ class WrappedLines:
         text = uncoloured(raw)
         if whole and self._starts and NARROWEST <= len(text) <= WIDEST and self._starts.search(text):
             self._open, self._pieces, self._width, self._last = text, 1, len(text), len(text)
+            if self._closed:
+                yield from self._release(whole)
         else:
             yield process_of(raw), LogLine(clean(raw), whole)
 
@@ -268,10 +334,21 @@ class WrappedLines:
             raw, self._open, self._pieces = self._open, "", 0
             yield process_of(raw), LogLine(clean(raw), whole)
 
+    @property
+    def _is_dict(self) -> bool:
+        return "{'" in self._open
+
+    @property
+    def _closed(self) -> bool:
+        """Whether a dictionary of metrics is complete."""
+        return self._is_dict and self._open.count("}") >= self._open.count("{")
+
     def _continues(self, raw: str) -> bool:
         text = uncoloured(raw)
         if not text.strip() or len(text) > self._width or process_of(raw) or self._last < self._width - TRIMMED:
             return False
+        if self._is_dict:
+            return not self._closed and not (self._starts and self._starts.search(text))
         before = self._open.rpartition(" - ")[2]
         cut = not _is_item(before)
         if not cut and self._starts and (begun := self._starts.search(text)) and not begun.start():
@@ -285,7 +362,9 @@ class WrappedLines:
 
     def _join(self, raw: str) -> None:
         text = uncoloured(raw)
-        self._open = _joined(self._open, text)
+        if self._is_dict and self._open.endswith((",", ":")) and not text.startswith(" "):
+            self._open += " "  # lost at the end of the line
+        self._open = self._open + text if self._is_dict else _joined(self._open, text)
         self._pieces += 1
         self._last = len(text)
 

@@ -21,7 +21,7 @@ HEAD_BYTES = 64
 _EVENT_FILE = b"brain.Event:"
 _HEAD, _CHECKSUM = 12, 4
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ def scalars_of(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:
     """The scalars of a record; ValueError, struct.error or IndexError if it is malformed."""
     step = 0
     found: list[tuple[str, float]] = []
-    for field, kind, value, content in _fields(data):
-        if field == 2 and kind == _VARINT:
+    for field, kind, value, content in fields(data):
+        if field == 2 and kind == VARINT:
             step = value - (1 << 64) if value >= 1 << 63 else value
-        elif field == 5 and kind == _BYTES:
-            for inner, inner_kind, _, summary in _fields(content):
-                if inner == 1 and inner_kind == _BYTES:
+        elif field == 5 and kind == BYTES:
+            for inner, inner_kind, _, summary in fields(content):
+                if inner == 1 and inner_kind == BYTES:
                     tagged = _tagged_value(summary, keeps)
                     if tagged is not None:
                         found.append(tagged)
@@ -112,12 +112,12 @@ def scalars_of(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:
 def _tagged_value(data: memoryview, keeps: Callable[[str], bool]) -> tuple[str, float] | None:
     tag: str | None = None
     value: float | None = None
-    for field, kind, _, content in _fields(data):
-        if field == 1 and kind == _BYTES:
+    for field, kind, _, content in fields(data):
+        if field == 1 and kind == BYTES:
             tag = bytes(content).decode("utf-8", errors="replace")
-        elif field == 2 and kind == _FIXED32:
+        elif field == 2 and kind == FIXED32:
             value = struct.unpack("<f", content)[0]
-        elif field == 8 and kind == _BYTES:
+        elif field == 8 and kind == BYTES:
             value = _tensor_scalar(content)
     return (tag, value) if tag is not None and value is not None and keeps(tag) else None
 
@@ -127,31 +127,31 @@ def _tensor_scalar(data: memoryview) -> float | None:
     form = {1: "<f", 2: "<d"}
     dtype = 0
     content: memoryview | None = None
-    for field, kind, value, inside in _fields(data):
-        if field == 1 and kind == _VARINT:
+    for field, kind, value, inside in fields(data):
+        if field == 1 and kind == VARINT:
             dtype = value
-        elif field in (4, 5, 6) and kind in (_BYTES, _FIXED32, _FIXED64):
+        elif field in (4, 5, 6) and kind in (BYTES, FIXED32, FIXED64):
             content = inside
     if content is None or dtype not in form or len(content) != struct.calcsize(form[dtype]):
         return None
     return float(struct.unpack(form[dtype], content)[0])
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int, int, memoryview]]:
+def fields(data: memoryview) -> Iterator[tuple[int, int, int, memoryview]]:
     """(field number, wire type, number, bytes) of a message; ValueError if malformed."""
     position = 0
     empty = data[:0]
     while position < len(data):
         key, position = _varint(data, position)
         field, kind = key >> 3, key & 7
-        if kind == _VARINT:
+        if kind == VARINT:
             value, position = _varint(data, position)
             yield field, kind, value, empty
             continue
-        if kind == _BYTES:
+        if kind == BYTES:
             size, position = _varint(data, position)
-        elif kind in (_FIXED64, _FIXED32):
-            size = 8 if kind == _FIXED64 else 4
+        elif kind in (FIXED64, FIXED32):
+            size = 8 if kind == FIXED64 else 4
         else:
             raise ValueError(f"wire type {kind}")
         if position + size > len(data):
