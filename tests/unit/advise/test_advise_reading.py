@@ -76,7 +76,7 @@ def test_bytes_in_any_pieces_give_what_the_whole_file_gives(path: Path, size: in
     parts = [data[at : at + size] for at in range(0, len(data), size)]
     found = steps_of(RunLog(framework), *parts)
     assert found == steps_of(RunLog(framework), data)
-    whole = logs._join(framework, [path])
+    whole = logs.join(framework, [path])
     assert [dict(step.values) for step in found] == [record.values for record in whole.steps(0)]
     assert sum(step.restart for step in found) == len(whole.pieces) - 1
 

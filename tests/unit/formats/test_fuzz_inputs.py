@@ -20,10 +20,7 @@ from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 from trimtab.formats import catalogue, job, load, profile_file, sections
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
-from trimtab.formats.frameworks.nemo_rl import NemoRl
-from trimtab.formats.frameworks.openrlhf import OpenRlhf
-from trimtab.formats.frameworks.rlinf import Rlinf
-from trimtab.formats.frameworks.verl import Verl
+from trimtab.formats.frameworks.registry import FRAMEWORKS
 from trimtab.formats.job import RunSection
 from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import reader as logs
@@ -47,6 +44,7 @@ from trimtab.runtime.advise.record import _read as read_advised
 from trimtab.runtime.run import job_file as run_job
 from trimtab.runtime.run.folder import read_run
 from trimtab.runtime.store.journal import read_journal
+from wandb_files import history, wandb_file
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES, DATA = ROOT / "examples", Path(__file__).parents[2] / "data"
@@ -162,14 +160,23 @@ def _elastic(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------
 
+
+def _launches(name: str) -> Any:
+    return _tree(DATA / "real" / name / "launches.yaml")
+
+
 PLACED = {
     "verl": _tree(DATA / "verl_sync.yaml"),
     "rlinf": _tree(EXAMPLES / "math/config/qwen2.5-1.5b-grpo-megatron.yaml"),
     "rlinf embodied": _tree(DATA / "rlinf_embodied.yaml"),
     "nemo_rl": _tree(DATA / "nemo" / "base.yaml"),
     "openrlhf": _tree(EXAMPLES / "logs" / "openrlhf.yaml"),
-}
-MODULES = {"verl": Verl, "rlinf": Rlinf, "rlinf embodied": Rlinf, "nemo_rl": NemoRl, "openrlhf": OpenRlhf}
+    "areal": _launches("areal")[0]["config"],
+    "roll": _launches("roll")[0]["config"],
+    "trl": {"use_vllm": True, "vllm_mode": "server", "num_processes": 6, "vllm_serve": {"tensor_parallel_size": 2},
+            "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8},
+}  # fmt: skip
+MODULES = {name: FRAMEWORKS[name.removesuffix(" embodied")] for name in PLACED}
 
 
 def _framework(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], Any]]]:
@@ -180,7 +187,17 @@ def _framework(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], A
         from trimtab.model.workflow import ComponentProfile, Profile
 
         path = Path(f"{name}.yaml")
-        components = ("rollout", "generation", "policy", "actor", "inference", "update_actor", "old_log_prob", "ref")
+        components = (
+            "rollout",
+            "generation",
+            "policy",
+            "actor",
+            "inference",
+            "update_actor",
+            "old_log_prob",
+            "ref",
+            "values",
+        )
         profile = Profile("x", tuple(ComponentProfile(one, ((8, 10.0),)) for one in components))
 
         def reader(data: Any) -> Any:
@@ -213,6 +230,10 @@ LOGS = {
     "rlinf": [EXAMPLES / "logs" / "rlinf.log", DATA / "logs" / "rlinf_metrics.log"],
     "nemo_rl": [EXAMPLES / "logs" / "nemo_rl.log", DATA / "logs" / "nemo_async.log"],
     "openrlhf": [EXAMPLES / "logs" / "openrlhf.log"],
+    **{
+        name: sorted(path for path in (DATA / "real" / "logs").glob(f"{name}*") if "wandb" not in path.name)
+        for name in ("areal", "roll", "trl", "slime", "skyrl", "prime_rl")
+    },
 }
 
 
@@ -250,6 +271,14 @@ def _event_files(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
         return whole(data)
 
     return samples, reader
+
+
+def _wandb_files(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
+    row = {"timing_s/gen": 60.5, "timing_s/step": 100.0, "text": "x" * 40}
+    whole = wandb_file([history(step, row) for step in range(6)])
+    return [whole], _file(
+        folder, "run.wandb", lambda path: logs.read([path], framework="verl", facts=RunFacts(8), warmup=0)
+    )
 
 
 def _dumps(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
@@ -438,6 +467,7 @@ TARGETS = [
     Target("framework config as text", _framework_texts, _texts, long=1_000, short=20),
     *(Target(f"{name} log", _log(name), _texts, long=20_000, short=150) for name in LOGS),
     Target("TensorBoard file", _event_files, _texts, long=20_000, short=150),
+    Target("W&B file", _wandb_files, _texts, long=20_000, short=150),
     Target("rollout dump", _dumps, _one_line),
     *(Target(name, _pipeline(name), _yaml_texts, long=3_000, short=40) for name in PIPELINE),
     Target("profile file", _profiles, _trees),

@@ -30,7 +30,7 @@ from trimtab.formats.launch import flags
 from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, number
+from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, values_of
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.workflow import Component, Profile, Variant
@@ -65,8 +65,8 @@ class _Parser:
                 return
             if not isinstance(data, dict):
                 return
-            read = {name: number(repr(value)) for name, value in data.items() if LOG.keeps(name)}
-            yield StepRecord(self._step, {name: value for name, value in read.items() if value is not None}, line.whole)
+            step, values = values_of(LOG, data)
+            yield StepRecord(self._step if step is None else step, values, line.whole)
 
     def end(self) -> Iterator[StepRecord]:
         yield from ()

@@ -25,7 +25,7 @@ from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.ledger import ledger
 from trimtab.formats.logs.measured import CostSample
-from trimtab.formats.logs.records import STEP_KEYS, LogFramework, StepRecord, read_lines, values_of
+from trimtab.formats.logs.records import LogFramework, Rows, StepRecord, read_lines
 from trimtab.model.workflow import ComponentProfile, Profile
 
 FRAMEWORKS: Mapping[str, LogFramework] = {name: framework.LOG for name, framework in registry.FRAMEWORKS.items()}
@@ -124,7 +124,7 @@ def read(
     source = framework_named(framework) if framework else detect(files)
     given = facts or RunFacts()
     facts = given if config is None else given.with_defaults(logs_gpus.from_config(config, source.name))
-    run = _join(source, files)
+    run = join(source, files)
     steps = run.steps(warmup)
     found = sum(len(piece) for piece in run.pieces)
     if not found:
@@ -223,7 +223,9 @@ def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[
         run.cut_off += 1
 
     if wandb.is_wandb_file(path):
-        yield from _rows(framework, wandb.read_rows(path, cut_off))
+        rows = Rows(framework)
+        for at, row in wandb.read_rows(path, cut_off):
+            yield from rows.take(row, at)
         return
     if not tensorboard_events.is_event_file(path):
         yield from framework.parse(path)
@@ -239,22 +241,7 @@ def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[
         yield record
 
 
-def _rows(framework: LogFramework, rows: Iterable[tuple[int, Mapping[str, float]]]) -> Iterator[StepRecord]:
-    """The records of W&B's rows. Rows of calls add up until the next row with a step of the run."""
-    open_values: dict[str, float] = {}
-    for at, row in rows:
-        step, values = values_of(framework, row)
-        if not framework.rows_add_up:
-            yield StepRecord(at if step is None else step, values)
-        elif step is None or not any(key in row for key in STEP_KEYS[:-1]):
-            for name, value in values.items():
-                open_values[name] = open_values.get(name, 0.0) + value
-        else:
-            yield StepRecord(step, {**open_values, **values})
-            open_values = {}
-
-
-def _join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
+def join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
     run = JoinedSteps(framework)
     for record in itertools.chain.from_iterable(_records(framework, path, run) for path in files):
         run.take(record)

@@ -142,7 +142,11 @@ class LogFramework:
     @cached_property
     def needles_with_json(self) -> tuple[bytes, ...]:
         """What a line of the console, or of JSON, has one of."""
-        return (*self.needles, f'"{self.prefix}'.encode(), b"profiling/Time taken") if self.prefix else self.needles
+        return (
+            (*self.needles, f'"{self.prefix}'.encode(), b"profiling/Time taken", b'"train/step_time')
+            if self.prefix
+            else self.needles
+        )
 
     @cached_property
     def timers(self) -> frozenset[str]:
@@ -212,12 +216,34 @@ def values_of(framework: LogFramework, data: Mapping[str, Any]) -> tuple[int | N
     return step, values
 
 
+class Rows:
+    """Makes records of rows of named values. Rows of calls add up until the next row with a step of the run."""
+
+    def __init__(self, framework: LogFramework) -> None:
+        self._framework = framework
+        self._calls: dict[str, float] = {}
+
+    def take(self, row: Mapping[str, Any], at: int | None = None) -> Iterator[StepRecord]:
+        """The record that a row completes; `at` is the logger's own step."""
+        step, values = values_of(self._framework, row)
+        if not self._framework.rows_add_up:
+            if (number := at if step is None else step) is not None:
+                yield StepRecord(number, values)
+        elif step is None or not any(key in row for key in STEP_KEYS[:-1]):
+            for name, value in values.items():
+                self._calls[name] = self._calls.get(name, 0.0) + value
+        else:
+            yield StepRecord(step, {**self._calls, **values})
+            self._calls = {}
+
+
 class _JsonFirst:
     """Parses a line that is a JSON object of metrics as such, and gives every other one to the console's parser."""
 
     def __init__(self, framework: LogFramework, console: LogParser) -> None:
         self._framework = framework
         self._console = console
+        self._rows = Rows(framework)
 
     def take(self, line: LogLine) -> Iterable[StepRecord]:
         own = list(self._console.take(line))
@@ -227,10 +253,8 @@ class _JsonFirst:
             data = json.loads(line.text)
         except (ValueError, RecursionError):
             return own
-        step, values = values_of(self._framework, data) if isinstance(data, dict) else (None, {})
-        if step is None or not any(name.startswith(self._framework.prefix) for name in values):
-            return own
-        return [StepRecord(step, values, line.whole)]
+        found = list(self._rows.take(data)) if isinstance(data, dict) else []
+        return [one for one in found if any(name.startswith(self._framework.prefix) for name in one.values)]
 
     def end(self) -> Iterable[StepRecord]:
         return self._console.end()
