@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 # A test run starts some thousand Python processes: modules are compiled once and not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types tests docs bench coverage test-long test-engines test-frameworks clean
+.PHONY: setup demo test lint types tests docs scripts bench coverage test-long test-pythons test-engines test-frameworks clean
 
 setup: $(STAMP)
 
@@ -20,7 +20,7 @@ demo: setup
 	@$(BIN)/trimtab demo
 
 test: lint
-	@$(MAKE) --no-print-directory -j 2 types docs tests
+	@$(MAKE) --no-print-directory -j 2 types docs scripts tests
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/python tools/house.py
@@ -30,6 +30,9 @@ types: setup
 
 docs: setup
 	@mkdir -p out; NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --strict >out/docs.log 2>&1 || { cat out/docs.log; exit 1; }
+
+scripts: setup
+	@nice -n 19 tools/check-scripts $(BIN)
 
 tests: setup
 	@tools/install-browser
@@ -44,6 +47,9 @@ coverage: setup
 
 test-long: setup
 	@$(BIN)/pytest -m long -n 3 --dist loadfile --no-loadscope-reorder --durations=40 tests
+
+test-pythons: setup
+	@tools/test-pythons
 
 test-engines: setup
 	@tools/make-engine-envs && $(BIN)/pytest -m engines tests

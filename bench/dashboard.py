@@ -105,9 +105,7 @@ def _measured(count: int) -> None:
         source.look()
         look_s = time.process_time() - again
     print(f"Dashboard: {bars:,} bars and {marks:,} marks on {GPUS} GPUs, {len(lines):,} events")
-    print(
-        f"{'page':>26} {sum(page_bytes.values()):>9,} bytes, of which the timeline {page_bytes['/run_timeline.js']:,}"
-    )
+    print(f"{'page':>26} {sum(page_bytes.values()):>9,} bytes, of which scripts {page_bytes['/dashboard.js']:,}")
     print(f"{'everything told at once':>26} {whole:>9,} bytes, shown {opened_s:.1f} s after it was asked for")
     print(f"{'server: all of it read':>26} {read_s:>9.3f} CPU s; one event more {look_s:.3f} CPU s")
     for name, seen in (("nothing new", still), ("iterations come in", live)):

@@ -18,9 +18,9 @@ import run_report_samples as samples
 from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
+from trimtab.render.html.kit.assets import script
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg, thinned
 from trimtab.render.html.kit.page import page_head
-from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import (
     MAX_LINES,
     costs,
@@ -493,7 +493,7 @@ def test_nothing_is_loaded_and_only_our_script_may_run(eventful: RunStory) -> No
     page = page_of(eventful)
     assert "default-src 'none'" in page
     assert "'sha256-" in page
-    assert "</" not in asset(SCRIPT)
+    assert "</" not in script(SCRIPT)
     assert re.findall(r"(?:https?:)?//[a-z]", page.replace("http://www.w3.org/2000/svg", "")) == []
     assert "sha256" in page_head("other")
 

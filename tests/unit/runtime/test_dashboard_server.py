@@ -83,7 +83,6 @@ def test_the_page_and_its_files_come_with_a_strict_policy(server: DashboardServe
     assert b"style=" not in page
     for path in (
         "/dashboard.js",
-        "/run_timeline.js",
         "/dashboard.css",
         "/report.css",
         "/timeline.css",

@@ -1,6 +1,6 @@
 """The dashboard's page, its static files, and its panels: tables and curves, each as its own markup.
 
-The page is the same for every run: the server pushes its content (`source`). Timeline (`run_timeline.js`) and style are
+The page is the same for every run: the server pushes its content (`source`). Timeline (`timeline.mjs`) and style are
 the report's. Without scripts it says that it needs them. Pure. Text from outside is escaped here. A name with a story
 is a button: `data-kind` and `data-name` identify it.
 """
@@ -16,15 +16,14 @@ from trimtab import __version__
 from trimtab.core.ranks import ranks_text
 from trimtab.render.html.dashboard.board import RECENT, LiveTimeline, RunBoard, SubjectStatus
 from trimtab.render.html.kit import page
+from trimtab.render.html.kit.assets import asset, script
 from trimtab.render.html.kit.labels import counted, duration, escape, gpus_words, known, ledger_text, share
 from trimtab.render.html.kit.page import Row, Tile, table_row, why_of
-from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.run.figures import current_prediction, ledger, metric_names
 from trimtab.render.html.run.report import MOVE_LOOKS, change_of, metric_curve, predicted_curves, reward_tiles
 from trimtab.render.html.run.story import RunStory
 
 STYLES = ("report.css", "timeline.css", "run_report.css", "dashboard.css")
-SCRIPTS = ("run_timeline.js", "dashboard.js")
 COLUMNS = (
     {
         "advice": "Advice",
@@ -52,15 +51,15 @@ COLUMNS = (
 def files() -> Mapping[str, tuple[str, bytes]]:
     """Static files by path."""
     found = {"/": ("text/html; charset=utf-8", _page().encode())}
-    for name in (*STYLES, *SCRIPTS):
-        kind = "text/css" if name.endswith(".css") else "text/javascript"
-        found[f"/{name}"] = (f"{kind}; charset=utf-8", asset(name).encode())
+    for name in STYLES:
+        found[f"/{name}"] = ("text/css; charset=utf-8", asset(name).encode())
+    found["/dashboard.js"] = ("text/javascript; charset=utf-8", script("dashboard").encode())
     return found
 
 
 def _page() -> str:
     styles = "".join(f'<link rel="stylesheet" href="/{name}">\n' for name in STYLES)
-    scripts = "".join(f'<script src="/{name}" defer></script>\n' for name in SCRIPTS)
+    scripts = '<script src="/dashboard.js" defer></script>\n'
     panel = (
         '<section class="panel card" id="p-{0}" aria-labelledby="h-{0}" hidden>'
         '<h2 id="h-{0}">{1}</h2><div class="body" data-panel="{0}"></div></section>'

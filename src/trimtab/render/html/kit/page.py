@@ -12,14 +12,15 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from trimtab import __version__
+from trimtab.render.html.kit.assets import asset
+from trimtab.render.html.kit.assets import script as script_of
 from trimtab.render.html.kit.labels import escape, escape_block
-from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.kit.timeline import COLOURS, Chart, svg
 
 WIDE_PX, NARROW_PX = 960, 420
 WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 
-COPY_SCRIPT = "copy.js"
+COPY_SCRIPT = "copy"
 
 
 def document(
@@ -35,14 +36,14 @@ def document(
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     foot = (
         f"</main>\n<footer><p>trimtab {escape(__version__)}.{more}{made}</p></footer>\n"
-        f"<script>{asset(script)}</script>\n</body>\n</html>\n"
+        f"<script>{script_of(script)}</script>\n</body>\n</html>\n"
     )
     return "\n".join([page_head(title, script, style), *(part for part in parts if part), foot])
 
 
 def page_head(title: str, script: str = COPY_SCRIPT, style: str = "") -> str:
     """The head of a page. Only this script may run in it."""
-    digest = base64.b64encode(hashlib.sha256(asset(script).encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(script_of(script).encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'"

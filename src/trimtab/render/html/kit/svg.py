@@ -1,17 +1,8 @@
-"""SVG elements and asset files. Text is escaped here."""
+"""SVG elements. Text is escaped here."""
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import resources
-
 from trimtab.render.html.kit.labels import escape
-
-
-@cache
-def asset(name: str) -> str:
-    """The text of a file in `assets`."""
-    return resources.files("trimtab.render.html").joinpath(f"assets/{name}").read_text(encoding="utf-8")
 
 
 def px(number: float) -> str:

@@ -15,8 +15,9 @@ from typing import Literal
 
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan, TimelineBar
+from trimtab.render.html.kit.assets import asset
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
-from trimtab.render.html.kit.svg import asset, hatch_pattern, px, rect, svg_document, text_at
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at
 
 BarLook = Literal["run", "switch", "sync"]
 

@@ -14,16 +14,16 @@ from typing import Any
 from trimtab.core.ranks import ranks_text
 from trimtab.model.ledger import BUCKETS
 from trimtab.render.html.kit import page
+from trimtab.render.html.kit.assets import asset
 from trimtab.render.html.kit.labels import counted, duration, escape, known, listed, share
 from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
 from trimtab.render.html.kit.page import WIDTHS, Tile, code_of
-from trimtab.render.html.kit.svg import asset
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.run import figures
 from trimtab.render.html.run.story import ReportMigration, ReportPlan, RunStory, finite
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
 
-SCRIPT, STYLE = "run_timeline.js", "run_report.css"
+SCRIPT, STYLE = "run_report", "run_report.css"
 MOVE_LOOKS = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}
 """Style of the state of a move."""
 

@@ -1,7 +1,7 @@
 """The timeline of a run: a row per GPU, grouped by node, with events in lanes above.
 
 `run_chart` makes the chart from a story, `static_svg` draws it as a still picture (without scripts, and on paper),
-`chart_data` passes it to `assets/run_timeline.js`, which draws the same with zoom. GPUs that do the same share a track,
+`chart_data` passes it to `assets/js/timeline.mjs`, which draws the same with zoom. GPUs that do the same share a track,
 drawn in one path, so that neither the page nor a frame grows with GPUs times bars. Time without a bar while a node is
 present is idle; while it is absent, nothing is drawn.
 """
@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.render.html.kit import page
+from trimtab.render.html.kit.assets import asset
 from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width
-from trimtab.render.html.kit.svg import asset, hatch_pattern, px, rect, svg_document, text_at, tooltip
+from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, text_at, tooltip
 from trimtab.render.html.kit.timeline import JOIN_PX, NARROW_TIMELINE_PX, BarLook, ChartBar, TimeCanvas, merge_bars
 from trimtab.render.html.run.story import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode, RunStory
 

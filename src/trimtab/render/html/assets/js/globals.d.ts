@@ -1,0 +1,1 @@
+interface Window { trimtabTimeline?: {first: import("./timeline.mjs").Timeline} }
