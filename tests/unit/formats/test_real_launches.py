@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from dialect_plans import DATA
-from trimtab.core.errors import InputError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.registry import FRAMEWORKS
@@ -22,7 +23,7 @@ from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 
-READ = ("areal", "roll", "trl")
+READ = ("areal", "roll", "trl", "slime", "skyrl", "prime_rl")
 CASES = [
     pytest.param(name, case, id=f"{name}-{at}")
     for name in READ
@@ -30,12 +31,18 @@ CASES = [
 ]
 
 
+def toml_text(data: Mapping[str, Any], section: str = "") -> str:
+    own = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items() if not isinstance(value, dict))
+    inside = (toml_text(value, f"{section}{key}.") for key, value in data.items() if isinstance(value, dict))
+    return (f"[{section.rstrip('.')}]\n" if section else "") + own + "".join(inside)
+
+
 def started(case: Mapping[str, Any], folder: Path) -> Launch:
     """The launch of a case, with its files in the folder."""
     files = {case["file"]: case["config"]} if "file" in case else case.get("files", {})
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(yaml.safe_dump(data))
+        (folder / name).write_text(toml_text(data) if name.endswith(".toml") else yaml.safe_dump(data))
     beside = [Launch(("trl",), ("vllm-serve", *case["beside"]))] if "beside" in case else []
     return Launch(
         tuple(case["program"]),
@@ -59,7 +66,7 @@ def read(kind: type[FrameworkConfig], case: Mapping[str, Any], folder: Path, mor
     if not isinstance(config, Path):
         (folder / "flags.yaml").write_text(yaml.safe_dump(dict(config)))
         config = folder / "flags.yaml"
-    gpus = case["reads"]["gpus"] if "reads" in case else {"rollout": 1, "update_actor": 1}
+    gpus = case["reads"]["gpus"] if "reads" in case else dict.fromkeys(kind.REQUIRED, 1)
     return load(config, (*source.overrides, *more), profile_for(gpus))
 
 
@@ -69,7 +76,7 @@ def test_a_launch_is_read_as_it_is_meant_and_its_plan_is_no_slower(
 ) -> None:
     kind = FRAMEWORKS[name]
     if "refused" in case:
-        with pytest.raises(InputError, match=case["refused"]):
+        with pytest.raises((InputError, InfeasibleError), match=case["refused"]):
             read(kind, case, tmp_path)
         return
     loaded, says = read(kind, case, tmp_path), case["reads"]
@@ -77,7 +84,7 @@ def test_a_launch_is_read_as_it_is_meant_and_its_plan_is_no_slower(
     assert loaded.current is not None
     ranks = loaded.current.ranks
     assert {component: len(gpus) for component, gpus in ranks.items()} == says["gpus"]
-    assert len({*ranks["rollout"]} & {*ranks["update_actor"]}) == says["shared"]
+    assert len({*ranks["rollout"]} & {*ranks[kind.REQUIRED[1]]}) == says["shared"]
     assert (loaded.job.workflow.batches, loaded.job.workflow.staleness) == (says["batch"], says["staleness"])
     assert loaded.job.cluster.gpus == says["cluster"]
     space, outcome = best_plan(loaded.job, loaded.rules)
