@@ -29,7 +29,7 @@ app = typer.Typer(help="Costs: times from logs, memory from a model's configurat
 
 @app.command()
 def logs(
-    files: Annotated[list[Path], Argument(help="Logs of a run, in order, or folders of event files.")],
+    files: Annotated[list[Path], Argument(help="Logs of a run, in order, or folders of TensorBoard or W&B.")],
     gpus: Annotated[
         list[str] | None, Option(help="GPUs of all components (16) or of a component (rollout=8); repeatable.")
     ] = None,
@@ -47,9 +47,11 @@ def logs(
     output: OutputOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Read the time of each component from the logs of verl, RLinf, NeMo RL or OpenRLHF.
+    """Read the time of each component from a training log: of verl, RLinf, NeMo RL, OpenRLHF, slime, SkyRL, AReaL,
+    prime-rl, ROLL or TRL; text, JSON lines, TensorBoard, W&B.
 
-    Warm-up steps, validation and checkpoints are skipped; waiting times are marked and do not count as costs.
+    Warm-up steps, validation and checkpoints are skipped; waiting times are marked and do not count as costs. The notes
+    say where a step's seconds go, and the share that no timer books.
 
     Examples:
 

@@ -23,7 +23,7 @@ from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import measured, wandb
 from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.formats.logs.ledger import ledger
+from trimtab.formats.logs.ledger import booked, ledger
 from trimtab.formats.logs.measured import CostSample
 from trimtab.formats.logs.records import LogFramework, Rows, StepRecord, read_lines
 from trimtab.model.workflow import ComponentProfile, Profile
@@ -385,6 +385,8 @@ def seconds_of(framework: LogFramework, component: str, record: StepRecord) -> f
 def periodic_work(framework: LogFramework, values: Mapping[str, float]) -> tuple[str, ...]:
     """Noticeable timers of validation, checkpoints etc. in a step: its total is not an iteration's."""
     total = values.get(framework.prefix + framework.total, 0.0)
+    if not framework.total:
+        total = sum(booked(framework, values).values())
     return tuple(n for n in framework.periodic if values.get(framework.prefix + n, 0.0) > NOTICEABLE * max(total, 0.0))
 
 

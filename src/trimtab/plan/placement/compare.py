@@ -434,7 +434,7 @@ def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...])
 
 def _seconds(space: PlanSpace, plan: Plan) -> float:
     ranks = {name: group.gpus for group in plan.groups for name in group.components}
-    found = predicted(space, CurrentPlacement(ranks, "the plan"))
+    found = predicted(space, CurrentPlacement(ranks, "the plan", overlap=True))
     assert isinstance(found, Plan), found
     return found.iteration_seconds
 
