@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
 from trimtab.render.live import RunDisplay, signal_callbacks
@@ -121,10 +121,8 @@ def run_demo(folder: Path) -> int:
 
 
 def _job_file() -> Path:
-    above = Path(__file__).resolve().parents
-    for folder in (Path.cwd(), *above):
-        if (folder / JOB).is_file():
-            return folder / JOB
-    raise InputError(
-        f"the job file {JOB} of the demo was not found", hint="run it in a checkout of trimtab, which has the examples"
+    """The demo's job: of a checkout, or the copy that a wheel has."""
+    here = Path(__file__).resolve()
+    return next(
+        folder / JOB for folder in (Path.cwd(), *here.parents, here.parent / "checkout") if (folder / JOB).is_file()
     )
