@@ -17,23 +17,28 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 
-_OPEN, _CLOSE = "\ue000", "\ue001"  # private use: in no real script
-_MARKER = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
+OPEN, CLOSE = "\ue000", "\ue001"  # private use: in no real script
+_MARKER = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
 
 def unknown(why: str) -> str:
     """A word, or part of a word, that only running something could tell; `why` says what."""
-    return f"{_OPEN}{_MARKER.sub(lambda match: match[1], why)}{_CLOSE}"
+    return f"{OPEN}{_MARKER.sub(lambda match: match[1], why)}{CLOSE}"
 
 
 def is_unknown(text: str) -> bool:
-    return _OPEN in text
+    return OPEN in text
 
 
 def why_unknown(text: str) -> str:
     """What made the first unknown part of a word unknown."""
     found = _MARKER.search(text)
     return found[1] if found else ""
+
+
+def known_part(text: str) -> str:
+    """A word without its unknown parts."""
+    return _MARKER.sub("", text)
 
 
 UNKNOWN = unknown("")
