@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats import job, yaml_text
+from trimtab.formats.launch.read import composed_launch, is_launch
 from trimtab.formats.loaded import LoadedJob
 from trimtab.model.workflow import Profile
+
+if TYPE_CHECKING:
+    from trimtab.formats.frameworks.hydra_config import ComposedConfig
 
 _SFT = "supervised fine-tuning"
 _PREFERENCE = "training on preferences (DPO or a reward model)"
@@ -20,16 +24,14 @@ _RL_SECTIONS = ("actor_rollout_ref", "grpo", "distillation", "ppo", "vllm")
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> LoadedJob:
-    """Read a job file or framework config, with `key=value` overrides and a measured profile."""
+    """Read a job file, framework config or launch script, with `key=value` overrides and a measured profile.
+
+    The words of a command line may stand for path and overrides.
+    """
     path = Path(path)
+    if is_launch(path, overrides):
+        return _loaded(composed_launch(path, overrides), profile)
     text = yaml_text.read_text(path)
-    if path.suffix == ".sh" or text.startswith("#!"):
-        raise InputError(
-            "this is a launch script, not a config",
-            where=str(path),
-            hint="give the config that the run resolved: outputs/DATE/TIME/.hydra/config.yaml where it was started, or "
-            "the config that the script names, with the script's overrides",
-        )
     data = yaml_text.parse_config(text, str(path))
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else type(data).__name__
@@ -42,7 +44,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         return job.read(yaml_text.overridden(data, overrides), path, profile, "" if overrides else text)
     # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
     from trimtab.formats.frameworks.hydra_config import compose
-    from trimtab.formats.frameworks.registry import framework_of, titles
 
     try:
         composed = compose(path, overrides)
@@ -50,8 +51,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         if not overrides:
             refuse_non_rl(data, str(path))
         raise
+    return _loaded(composed, profile)
+
+
+def _loaded(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
+    from trimtab.formats.frameworks.registry import framework_of, titles
+
+    path = composed.path
     refuse_non_rl(composed.config, str(path))
-    framework = framework_of(composed.reader)
+    framework = composed.launch.framework if composed.launch else framework_of(composed.reader)
     if framework is not None:
         refuse_purpose(framework.purpose(composed.reader), str(path))
         try:

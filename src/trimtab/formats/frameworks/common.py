@@ -126,7 +126,7 @@ class FrameworkConfig(ABC):
             settings=settings,
             rules=rules,
             current=self.current(),
-            assumptions=(*self.assumptions, *self.notes(), *([note] if others else [])),
+            assumptions=(*self.composed.assumptions, *self.assumptions, *self.notes(), *([note] if others else [])),
             literal=self.composed.literal,
             states=self.composed.states,
         )

@@ -11,17 +11,22 @@ from __future__ import annotations
 import importlib.util
 import math
 import operator
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
+
+if TYPE_CHECKING:
+    from trimtab.formats.launch.read import TrainerLaunch
 
 MAX_EXPANDED_NODES = 500_000
 """Limit for expanded aliases, which may multiply a small file without bound."""
@@ -41,8 +46,28 @@ _RESOLVERS: Mapping[str, Callable[..., Any]] = {
     "subtract": operator.sub,
     "int_div": operator.floordiv,
     "not": operator.not_,
+    # launch scripts
+    "unknown": lambda why: _raise_unknown(str(why)),
 }
 """Resolvers that frameworks register with OmegaConf at start."""
+
+
+def _raise_unknown(why: str) -> Any:
+    text = bytes.fromhex(why).decode("utf-8", "replace").strip("\0")
+    raise InputError(f"it depends on {text}" if text else "it is not known")
+
+
+@contextmanager
+def environment_of(launch: TrainerLaunch | None) -> Iterator[None]:
+    """The variables of a launch in the environment, where they are not set: `${oc.env:...}` reads them there."""
+    own = {} if launch is None else launch.launch.environment
+    added = {name: value for name, value in own.items() if name not in os.environ and "\0" not in value}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager
@@ -63,9 +88,10 @@ def _resolvers() -> Iterator[None]:
 class ConfigReader:
     """Typed access to a composed config by dotted keys; resolves only the keys that are read."""
 
-    def __init__(self, config: Any, path: Path) -> None:
+    def __init__(self, config: Any, path: Path, launch: TrainerLaunch | None = None) -> None:
         self._config = config
         self.path = path
+        self.launch = launch
 
     def where(self, key: str) -> str:
         return f"{self.path}: {key}"
@@ -90,12 +116,19 @@ class ConfigReader:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            with _resolvers():
+            with _resolvers(), environment_of(self.launch):
                 value = self._select(key)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
             full_key = str(getattr(error, "full_key", None) or key)
+            unknown = _first_line(error)
+            if "nterpolation" in type(error).__name__ and "InputError" in unknown:
+                raise self.error(
+                    full_key,
+                    f"this value is not known: {unknown.partition('resolution: ')[2] or unknown}",
+                    f"give it: {full_key}=VALUE, or the variable of the script that holds it",
+                ) from None
             if "nterpolation" in type(error).__name__:
                 raise self.error(
                     full_key,
@@ -186,13 +219,17 @@ class ConfigReader:
             except Exception:  # resolvers may raise anything; unread keys must not matter
                 return str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
 
-        with _resolvers():
+        with _resolvers(), environment_of(self.launch):
             return dict(convert(self._config))
 
     def _select(self, key: str) -> Any:
         from omegaconf import OmegaConf
 
         return OmegaConf.select(self._config, key, throw_on_missing=False)
+
+
+class OverrideError(InputError):
+    """An override does not fit: its key is not in the config, or one to be added is."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +239,8 @@ class ComposedConfig:
     path: Path
     reader: ConfigReader
     overridden: frozenset[str] = field(default_factory=frozenset)
+    launch: TrainerLaunch | None = None
+    assumptions: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -211,7 +250,7 @@ class ComposedConfig:
         """Whether the key can be edited in the file: it is set there literally, or nowhere at all."""
         from trimtab.formats import write_back
 
-        if self.on_command_line(key) or self.path.suffix == ".toml":
+        if self.launch is not None or self.on_command_line(key) or self.path.suffix == ".toml":
             return False
         key_standing = write_back.key_standing(yaml_text.read_text(self.path), key)
         if key_standing == "absent":
@@ -221,7 +260,7 @@ class ComposedConfig:
 
     def states(self, key: str, value: Any) -> bool:
         """Whether the file, without the command line, has this value already."""
-        if self.on_command_line(key):
+        if self.on_command_line(key) and self.launch is None:
             return False
         found = self.reader.get(key)
         return found == value and isinstance(found, bool) == isinstance(value, bool)
@@ -247,6 +286,23 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
             _apply_overrides(config, parsed, path)
         else:
             config = _compose_with_hydra(path, _with_search_path(path, own, overrides))
+    keys = frozenset(str(override.key_or_group) for override in parsed)
+    return ComposedConfig(path=path, reader=ConfigReader(config, path), overridden=keys)
+
+
+def compose_data(data: Mapping[str, Any], path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
+    """A config that is no file, with overrides that may set any key; `path` names it in errors."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = OmegaConf.create(dict(data))
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"this cannot be read as a config: {_first_line(error)}", where=str(path)) from None
+    forced = [text if text.startswith("~") else f"++{text.lstrip('+')}" for text in overrides]
+    parsed = _parse_overrides(forced)
+    present = [o for o in parsed if not o.is_delete() or OmegaConf.select(config, str(o.key_or_group)) is not None]
+    _apply_overrides(config, present, path)
     keys = frozenset(str(override.key_or_group) for override in parsed)
     return ComposedConfig(path=path, reader=ConfigReader(config, path), overridden=keys)
 
@@ -461,7 +517,8 @@ def _compose_with_hydra(path: Path, overrides: Sequence[str]) -> Any:
             hint="say where it is: hydra.searchpath=[file:///FOLDER], or give the resolved .hydra/config.yaml of a run",
         ) from None
     except Exception as error:  # errors of Hydra, OmegaConf, YAML or Python
-        raise InputError(
+        kind = OverrideError if re.match(r"Could not (override|append)", _first_line(error)) else InputError
+        raise kind(
             f"Hydra cannot compose this config: {_first_line(error)}",
             where=str(path),
             hint="set what it asks for, or give the resolved .hydra/config.yaml of a run",

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
+from trimtab.formats.launch.flags import flag_words
+from trimtab.formats.launch.launch import ConfigSource, Launch, is_unknown
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, Wait, number
@@ -188,6 +192,28 @@ def _algorithm(reader: ConfigReader) -> str:
     return next((name for name in _ALGORITHMS if reader.has(name)), "grpo")
 
 
+_TRAINER = re.compile(r"(^|\.)run_(\w*_)?(grpo|ppo|distillation)\w*$")
+
+
+def _own_config(launch: Launch) -> str | None:
+    """The config that a program takes if none is named: the last path of `configs` in its file."""
+    source = launch.find(launch.program[-1], *_ends(launch.program[-1]))
+    if source is None:
+        return None
+    with suppress(OSError, UnicodeDecodeError):
+        text = source.read_text(encoding="utf-8")
+        found = re.search(r"\.join\(([^()]*(?:\([^()]*\)[^()]*)*\.yaml\"[^()]*)\)", text)
+        parts = re.findall(r"\"([^\"]+)\"", found[1]) if found else []
+        return str(source.parent.joinpath(*parts)) if parts else None
+    return None
+
+
+def _ends(path: str) -> list[str]:
+    """The ends of a path, longest first: where a container has its checkout is not where it is here."""
+    parts = [part for part in Path(path).parts if part not in ("/", ".", "..")]
+    return ["/".join(parts[at:]) for at in range(1, len(parts))] if Path(path).is_absolute() else []
+
+
 class NemoRl(FrameworkConfig):
     """A NeMo RL config."""
 
@@ -223,6 +249,23 @@ class NemoRl(FrameworkConfig):
     @classmethod
     def matches(cls, reader: ConfigReader) -> bool:
         return reader.has("policy.generation") or (reader.has("grpo") and reader.has("policy"))
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        """`run_grpo.py --config FILE key=value`: without a config, the program's own."""
+        if not launch.program[-1].endswith(".py") or not _TRAINER.search(launch.module):
+            return None
+        words = flag_words(launch.arguments)
+        named = words.get("config", ())[:1]
+        overrides = [word for name, found in words.items() for word in found[name == "config" :]]
+        wanted = named[0] if named else _own_config(launch)
+        if wanted is None or is_unknown(wanted):
+            raise launch.error("it is not known which config this starts with", "give the variable: NAME=VALUE")
+        found = launch.find(wanted, *_ends(wanted))
+        if found is None:
+            raise launch.error(f"the config {wanted} is not here", "run this in a checkout that has it")
+        # Its own parser sets keys that the file does not have.
+        return ConfigSource(found, [w if w[:1] in "+~" else f"++{w}" for w in overrides if w.strip()])
 
     @classmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:

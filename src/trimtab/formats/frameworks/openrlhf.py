@@ -22,6 +22,8 @@ from trimtab.core.errors import InputError
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
+from trimtab.formats.launch.flags import flags
+from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait
@@ -124,6 +126,23 @@ class OpenRlhf(FrameworkConfig):
     @classmethod
     def matches(cls, reader: ConfigReader) -> bool:
         return reader.has("vllm.num_engines")
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        if not launch.runs("openrlhf.cli.train_ppo_ray"):
+            return None
+        old = next(
+            (word for word in launch.arguments if re.match(r"--(actor_num_nodes|vllm_num_engines)\b", word)), None
+        )
+        if old is not None:
+            raise launch.error(
+                f"{old} is a flag of OpenRLHF before 0.10", "name it as today, for example --vllm.num_engines"
+            )
+        nodes = launch.environment.get("SLURM_NNODES", "")
+        if not nodes.isdigit():
+            return ConfigSource(nested(flags(launch.arguments)))
+        cluster = (f"++trimtab.nodes={nodes}", f"++trimtab.gpus_per_node={_PER_NODE}")
+        return ConfigSource(nested(flags(launch.arguments)), cluster, (f"{nodes} nodes of {_PER_NODE} GPUs",))
 
     @classmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:

@@ -21,6 +21,8 @@ from trimtab.core.ranks import rank_range, ranks_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, as_number
+from trimtab.formats.launch.hydra_app import hydra_launch
+from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, Wait
@@ -135,6 +137,12 @@ LOG = LogFramework(
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
 
+_PROGRAMS = (
+    *("train_embodied_agent", "train_async", "train_offline_rl", "main_grpo", "main_coding_online_rl"),
+    *("main_coding_rl_llm_judge", "main_rstar2", "searchr1.train", "wideseek_r1.train"),
+)
+
+
 class Rlinf(FrameworkConfig):
     """An RLinf config; `read` chooses the subclass."""
 
@@ -170,6 +178,17 @@ class Rlinf(FrameworkConfig):
             )
         embodied = kind == "embodied" or reader.has("profile_data.env_profile_data")
         return (Embodied if embodied else Reasoning)(composed, profile).loaded()
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        """Hydra programs of RLinf's examples, which take `--config-path` and `--config-name`."""
+        named = any(word.partition("=")[0] in ("--config-name", "-cn") for word in launch.arguments)
+        if not named or not launch.runs(*_PROGRAMS):
+            return None
+        app = hydra_launch(launch)
+        if app.config is None:
+            raise launch.error(f"the config {app.wanted} is not here", "run this in a checkout that has it")
+        return ConfigSource(app.config, app.overrides)
 
     @classmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:

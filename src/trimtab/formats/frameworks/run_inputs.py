@@ -13,12 +13,13 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import job, yaml_text
 from trimtab.formats.frameworks.common import FrameworkConfig
-from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import NemoRl, gpus_of
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.frameworks.registry import framework_of, titles
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.verl import Verl
+from trimtab.formats.launch.read import composed_launch, is_launch
 from trimtab.formats.load import refuse_non_rl, refuse_purpose
 
 Inputs = dict[str, Any]
@@ -31,15 +32,21 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
 
 def read_with_framework(path: Path, overrides: Sequence[str] = ()) -> tuple[Inputs, type[FrameworkConfig] | None]:
     """The inputs, and the framework of the config; none of a job file."""
+    if is_launch(path, overrides):
+        return _of_config(composed_launch(path, overrides))
     text = yaml_text.read_text(path)
     data = yaml_text.parse_config(text, str(path))
     if isinstance(data, Mapping) and job.matches(data):
         cluster = job.cluster_of(yaml_text.overridden(data, overrides), path)
         kinds = [kind for kind in cluster.kinds if kind]
         return {"gpus": cluster.gpus, **({"gpu": kinds[0]} if len(kinds) == 1 else {})}, None
-    composed = compose(path, overrides)
+    return _of_config(compose(path, overrides))
+
+
+def _of_config(composed: ComposedConfig) -> tuple[Inputs, type[FrameworkConfig] | None]:
+    path = composed.path
     refuse_non_rl(composed.config, str(path))
-    framework = framework_of(composed.reader)
+    framework = composed.launch.framework if composed.launch else framework_of(composed.reader)
     if framework is not None:
         refuse_purpose(framework.purpose(composed.reader), str(path))
         return _stated(READERS.get(framework, framework.inputs)(composed.reader)), framework

@@ -21,9 +21,13 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from trimtab.formats import yaml_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
+from trimtab.formats.launch.defaults import merged, verl_defaults
+from trimtab.formats.launch.hydra_app import hydra_launch
+from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait, number, step_number
@@ -133,6 +137,20 @@ LOG = LogFramework(
 )
 
 
+_TRAINERS = {
+    "verl.trainer.main_ppo": ("verl/trainer/config", "ppo_trainer"),
+    "verl.trainer.main_ppo_sync": ("verl/trainer/config", "ppo_trainer"),
+    "verl.experimental.one_step_off_policy.main_ppo": (
+        "verl/experimental/one_step_off_policy/config",
+        "one_step_off_ppo_trainer",
+    ),
+    "verl.experimental.fully_async_policy.fully_async_main": (
+        "verl/experimental/fully_async_policy/config",
+        "fully_async_ppo_trainer",
+    ),
+}
+_NO_TRAINER = re.compile(r"generation|eval|sft|merge|diagnos|print_cfg|preprocess")
+
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +184,30 @@ class Verl(FrameworkConfig):
     @classmethod
     def matches(cls, reader: ConfigReader) -> bool:
         return reader.has("actor_rollout_ref")
+
+    @classmethod
+    def launched(cls, launch: Launch) -> ConfigSource | None:
+        """verl's trainers, and recipes: Hydra programs that are given keys of `actor_rollout_ref`."""
+        known = next((config for name, config in _TRAINERS.items() if launch.runs(name)), None)
+        keys = (word.lstrip("+~") for word in launch.arguments)
+        if not launch.program[0].rpartition("/")[2].startswith("python") or _NO_TRAINER.search(launch.module):
+            return None
+        if known is None and not any(key.startswith("actor_rollout_ref.") for key in keys):
+            return None
+        folder, name = known or ("", "")
+        app = hydra_launch(launch, folder, name)
+        own = yaml_text.parse(yaml_text.read_text(app.config), str(app.config)) if app.config is not None else {}
+        if app.config is not None and ("searchpath" not in str(own) or launch.find("verl/trainer/config")):
+            return ConfigSource(app.config, app.overrides)
+        # verl is not here: its defaults from the table, below the recipe's own keys.
+        above = own.pop("defaults", ()) if isinstance(own, dict) else ()
+        names = [app.wanted.removesuffix(".yaml"), *(name for name in above if isinstance(name, str))]
+        defaults, version = next((found for name in names if (found := verl_defaults(name))[0]), ({}, ""))
+        if not defaults:
+            what = f"the config {app.wanted} of {launch.program[-1]} is not here"
+            raise launch.error(what, "run this in a checkout that has it")
+        note = f"defaults are those of verl {version}, which is not installed here"
+        return ConfigSource(merged(defaults, own), app.overrides, (note,))
 
     @classmethod
     def facts(cls, reader: ConfigReader) -> RunFacts:
@@ -396,7 +438,7 @@ class Verl(FrameworkConfig):
 
 
 def _mode(reader: ConfigReader) -> VerlMode:
-    if reader.has("async_training"):
+    if set(reader.mapping("async_training")) - {"partial_rollout"}:  # which a recipe adds to synchronous training
         return "fully_async"
     if reader.has("rollout.nnodes"):
         return "one_step_off"

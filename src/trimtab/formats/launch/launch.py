@@ -100,10 +100,12 @@ class Launch:
             with suppress(ImportError, ValueError):
                 spec = importlib.util.find_spec(Path(name).parts[0])  # of the top-level package: imports nothing
                 folders += [Path(at).parent for at in (spec and spec.submodule_search_locations) or ()]
-            for folder in folders:
+            # A checkout is named like its package: it may be verl/verl.
+            inner = Path(name).parts[0]
+            for place in (folder / name if not at else folder / inner / name for at in (0, 1) for folder in folders):
                 with suppress(OSError):
-                    if (folder / name).exists():
-                        return folder / name
+                    if place.exists():
+                        return place
         return None
 
 

@@ -11,17 +11,18 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats.files import unreadable
 from trimtab.formats.launch import arithmetic, conditions, expansion, syntax
+from trimtab.formats.launch import syntax_tree as tree
 from trimtab.formats.launch.commands import COMMANDS, Call
-from trimtab.formats.launch.launch import Launch, is_unknown, unknown, why_unknown
+from trimtab.formats.launch.launch import is_unknown, unknown, why_unknown
+from trimtab.formats.launch.scope import ShellScope
 from trimtab.formats.launch.shell_builtins import BUILTINS, DECLARING, declare
-from trimtab.formats.launch.state import Flow, ShellState, Variable, joined
+from trimtab.formats.launch.state import Flow, Variable, joined
 from trimtab.formats.launch.wrappers import slurm_variables, start
 
 MAX_STEPS = 50_000
@@ -29,162 +30,10 @@ MAX_DEPTH = 40
 MAX_ITERATIONS = 2_000
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=", re.DOTALL)
 _WHOLE_VARIABLE = re.compile(r"""[^\s=]+=["']?\$\{?([A-Za-z_]\w*)\}?["']?\Z""")
-_SLURM = re.compile(r"SLURM_\w+\Z")
 
 
-class Shell:
+class Shell(ShellScope):
     """A shell that evaluates a script; `starts` are the programs that it would have started."""
-
-    def __init__(
-        self,
-        script: Path,
-        folder: Path,
-        environment: Mapping[str, str],
-        answers: Mapping[str, str] | None = None,
-        now: datetime | None = None,
-    ) -> None:
-        self.script = script
-        self.answers = dict(answers or {})
-        self.used: set[str] = set()
-        self.now = now or datetime.now()
-        self.assumptions: list[str] = []
-        self.missing: list[str] = []
-        self.starts: list[Launch] = []
-        self.steps = 0
-        self.depth = 0
-        self.guarded = 0  # conditions, in which a failing command does not end the script
-        self.line = 0
-        self.in_text = False  # a command's text, whose lines are none of the script's
-        self.in_slurm = False
-        self.left_loop = False  # where it is unknown whether a loop ends, it does
-        self.doubt = ""  # what made the last status unknown
-        own = {**environment, **self.answers, "PWD": str(folder)}
-        self.state = ShellState({name: Variable(value, exported=True) for name, value in own.items()}, folder)
-
-    # -- what expansion needs ---------------------------------------------------------------------------------------
-
-    @property
-    def folder(self) -> Path:
-        return self.state.folder
-
-    @property
-    def where(self) -> str:
-        return f"{self.script}:{self.line}" if self.line else str(self.script)
-
-    def error(self, what: str, hint: str | None = None) -> InputError:
-        return InputError(what, where=self.where, hint=hint)
-
-    def lookup(self, name: str, subscript: str | None = None) -> str | None:
-        state = self.state
-        if name.isdigit():
-            number = int(name[:6])
-            if number == 0:
-                return state.name
-            return state.arguments[number - 1] if number <= len(state.arguments) else None
-        special: dict[str, Callable[[], str]] = {
-            "#": lambda: str(len(state.arguments)),
-            "?": lambda: unknown("the status of a command") if state.status is None else str(state.status),
-            "$": lambda: "4242",
-            "!": lambda: "4243",
-            "-": lambda: "",
-            "RANDOM": lambda: unknown("RANDOM"),
-            "SECONDS": lambda: "0",
-            "LINENO": lambda: str(self.line),
-            "EPOCHSECONDS": lambda: str(int(self.now.timestamp())),
-            "BASH_VERSION": lambda: "5.2.15(1)-release",
-            "HOSTNAME": lambda: unknown("HOSTNAME"),
-        }
-        if name in special:
-            return special[name]()
-        if name in ("BASH_SOURCE", "FUNCNAME"):
-            values = state.sources if name == "BASH_SOURCE" else state.calls
-            number = int(subscript) if subscript and subscript.isdigit() else 0
-            return values[number] if number < len(values) else None
-        found = state.variables.get(name)
-        if found is None:
-            if self.in_slurm and _SLURM.match(name):
-                return unknown(f"{name}, which Slurm sets")
-            return None
-        if subscript is None:
-            return found.text
-        if isinstance(found.value, str) and is_unknown(found.value):
-            return found.value
-        return found.elements.get(self.key(subscript, found))
-
-    def key(self, subscript: str, variable: Variable | None) -> int | str:
-        text = expansion.text(subscript, self)
-        if variable is not None and variable.keyed:
-            return text
-        number = arithmetic.evaluate(text, self)
-        if is_unknown(number):
-            return text
-        found = int(number)
-        if found < 0 and variable is not None:
-            keys = [key for key in variable.elements if isinstance(key, int)]
-            found += max(keys, default=-1) + 1
-        return found
-
-    def elements(self, name: str) -> Mapping[int | str, str]:
-        if name == "BASH_SOURCE":
-            return dict(enumerate(self.state.sources))
-        found = self.state.variables.get(name)
-        return {} if found is None else found.elements
-
-    def positional(self) -> list[str]:
-        return list(self.state.arguments)
-
-    def names(self) -> list[str]:
-        return sorted(self.state.variables)
-
-    def unset(self, name: str) -> str:
-        if "nounset" in self.state.options and name not in ("@", "*"):
-            return unknown(f"{name}, which is not set")
-        return ""
-
-    def assign(self, name: str, value: str, subscript: str | None = None, *, append: bool = False) -> None:
-        if name in self.answers and is_unknown(value):
-            value = self.answers[name]
-            self.used.add(name)
-        old = self.state.variables.get(name)
-        exported = old.exported if old else "allexport" in self.state.options
-        if subscript is None and (old is None or isinstance(old.value, str)):
-            before = (old.text or "") if old and append else ""
-            self.state.variables[name] = Variable(before + value, exported)
-            return
-        key = self.key(subscript, old) if subscript is not None else 0
-        elements = dict(old.elements) if old else {}
-        elements[key] = (elements.get(key, "") if append else "") + value
-        self.state.variables[name] = Variable(elements, exported, old.keyed if old else False)
-
-    def assign_array(self, name: str, words: Sequence[syntax.Word], *, append: bool, keyed: bool = False) -> None:
-        old = self.state.variables.get(name)
-        keyed = keyed or (old.keyed if old else False)
-        elements: dict[int | str, str] = dict(old.elements) if old and append and old.value != "" else {}
-        at = max((key for key in elements if isinstance(key, int)), default=-1) + 1
-        for word in words:
-            found = re.match(r"\[([^\]]*)\]=", word.text)
-            if found:
-                key = expansion.text(found[1], self) if keyed else self.key(found[1], None)
-                elements[key] = expansion.text(word.text[found.end() :], self)
-                at = key + 1 if isinstance(key, int) else at
-                continue
-            for field in expansion.fields(word.text, self):
-                elements[at] = field
-                at += 1
-        if len(elements) > expansion.MAX_FIELDS:
-            raise self.error(f"the array {name} is too long")
-        self.state.variables[name] = Variable(elements, old.exported if old else False, keyed)
-
-    def assignment(self, word: syntax.Word, *, keyed: bool = False) -> str:
-        """Carry out `name=value`; returns the name."""
-        match = _ASSIGNMENT.match(word.text)
-        assert match is not None
-        if word.array is not None:
-            self.assign_array(match[1], word.array, append=bool(match[3]), keyed=keyed)
-        else:
-            value = expansion.text(word.text[match.end() :], self)
-            self.assign(match[1], value, match[2], append=bool(match[3]))
-        return match[1]
 
     def substitute(self, text: str) -> str:
         """The output of `$(...)`."""
@@ -194,18 +43,16 @@ class Shell:
         commands = syntax.parse(text, str(self.script))
         line = self.line
         with self.subshell():
-            self.state.output = []
             self.run(commands)
-            output, status = "".join(self.state.output), self.state.status
         self.line = line
-        self.state.status = status
-        return output.rstrip("\n")
+        return self.captured.rstrip("\n")
 
     @contextmanager
     def subshell(self) -> Iterator[None]:
-        """A copy of the state, dropped afterwards with what the block leaves in it, except files; `exit` ends only it."""
+        """A copy of the state, dropped afterwards except its files; `captured` is what it printed; `exit` ends it."""
         outer = self.state
         self.state = outer.copy()
+        self.state.output = []
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise self.error("the script calls itself too deeply")
@@ -216,37 +63,9 @@ class Shell:
                 self.state.status = flow.number
         finally:
             self.depth -= 1
-            outer.files = self.state.files
-            outer.status = self.state.status
+            self.captured = "".join(self.state.output)
+            outer.files, outer.status = self.state.files, self.state.status
             self.state = outer
-
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def path(self, name: str) -> Path:
-        return Path(os.path.normpath(self.folder / name))
-
-    def read(self, name: str) -> str | None:
-        """A file's text: what the script wrote, or what is on the disk; None if it cannot be read."""
-        if is_unknown(name):
-            return None
-        if name == "/dev/null":
-            return ""
-        path = self.path(name)
-        if path in self.state.files:
-            return self.state.files[path]
-        try:
-            if not path.is_file() or path.stat().st_size > syntax.MAX_CHARS:
-                return None
-            return path.read_text(encoding="utf-8", errors="replace")
-        except (OSError, ValueError):
-            return None
-
-    def exists(self, operator: str, name: str) -> bool | None:
-        path = self.path(name)
-        if path in self.state.files:
-            is_file = self.state.files[path] is not None
-            return {"-d": not is_file, "-f": is_file}.get(operator, True)
-        return conditions.file_holds(operator, path)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -260,8 +79,9 @@ class Shell:
 
     def step(self) -> None:
         self.steps += 1
-        if self.steps > MAX_STEPS:
-            raise self.error("the script does not end within the steps that are evaluated", "give the config instead")
+        if self.steps > MAX_STEPS:  # what it started so far is known
+            self.unfinished = True
+            raise Flow("exit", None)
 
     def fork(self, why: str, *ways: Callable[[], None]) -> None:
         """Follow every way on a copy of the state; a way that leaves the block is dropped where another goes on."""
@@ -284,11 +104,11 @@ class Shell:
     def doubted(self) -> str:
         return self.doubt or f"a condition in line {self.line}"
 
-    def run(self, command: syntax.Command) -> None:
+    def run(self, command: tree.Command) -> None:
         self.step()
         _RUN[type(command)](self, command)
 
-    def succeeded(self, command: syntax.Command) -> bool | None:
+    def succeeded(self, command: tree.Command) -> bool | None:
         """Run a condition."""
         self.guarded += 1
         try:
@@ -297,16 +117,17 @@ class Shell:
             self.guarded -= 1
         return None if self.state.status is None else self.state.status == 0
 
-    def run_list(self, command: syntax.CommandList) -> None:
+    def run_list(self, command: tree.CommandList) -> None:
         for item, background in command.items:
             if background:
                 with self.subshell():
                     self.run(item)
+                self.print(self.captured)
                 self.state.status = 0
             else:
                 self.run(item)
 
-    def run_and_or(self, command: syntax.AndOr) -> None:
+    def run_and_or(self, command: tree.AndOr) -> None:
         status = self.succeeded(command.first)
         for at, (operator, part) in enumerate(command.rest):
             is_last = at == len(command.rest) - 1
@@ -323,7 +144,7 @@ class Shell:
                 else:
                     status = self.succeeded(part)
 
-    def run_pipeline(self, command: syntax.Pipeline) -> None:
+    def run_pipeline(self, command: tree.Pipeline) -> None:
         if len(command.commands) == 1:
             status = self.succeeded(command.commands[0])
             self.state.status = None if status is None else int(status)
@@ -334,9 +155,8 @@ class Shell:
             with self.subshell():
                 if at:
                     self.state.input = (text or "").splitlines(keepends=True)
-                self.state.output = []
                 self.run(part)
-                text = "".join(self.state.output)
+            text = self.captured
             statuses.append(self.state.status)
         self.state.output.append(text or "")
         self.state.status = (
@@ -352,7 +172,7 @@ class Shell:
         if self.state.status and "errexit" in self.state.options and not self.guarded:
             raise Flow("exit", self.state.status)
 
-    def run_if(self, command: syntax.IfCommand, at: int = 0) -> None:
+    def run_if(self, command: tree.IfCommand, at: int = 0) -> None:
         if at == len(command.branches):
             self.state.status = 0
             if command.otherwise is not None:
@@ -367,7 +187,7 @@ class Shell:
         else:
             self.run_if(command, at + 1)
 
-    def iterate(self, body: syntax.Command) -> bool:
+    def iterate(self, body: tree.Command) -> bool:
         """Run a loop's body once; False if it ended the loop."""
         self.left_loop = False
         try:
@@ -380,7 +200,7 @@ class Shell:
             return flow.kind == "continue" and not self.left_loop
         return not self.left_loop
 
-    def run_for(self, command: syntax.ForCommand) -> None:
+    def run_for(self, command: tree.ForCommand) -> None:
         values = self.positional()
         if command.words is not None:
             values = [field for word in command.words for field in expansion.fields(word.text, self)]
@@ -389,7 +209,7 @@ class Shell:
             if not self.iterate(command.body):
                 break
 
-    def run_arithmetic_for(self, command: syntax.ArithmeticFor) -> None:
+    def run_arithmetic_for(self, command: tree.ArithmeticFor) -> None:
         start, condition, step = (expansion.text(part, self, quoted=True) for part in command.clauses)
         arithmetic.evaluate(start, self)
         for _ in range(MAX_ITERATIONS):
@@ -401,10 +221,10 @@ class Shell:
                 return
             arithmetic.evaluate(step, self)
 
-    def once(self, body: syntax.Command) -> None:
+    def once(self, body: tree.Command) -> None:
         self.iterate(body)
 
-    def run_while(self, command: syntax.WhileCommand) -> None:
+    def run_while(self, command: tree.WhileCommand) -> None:
         for _ in range(MAX_ITERATIONS):
             truth = self.succeeded(command.condition)
             if truth is None:
@@ -417,10 +237,10 @@ class Shell:
         self.left_loop = False
         self.state.status = 0
 
-    def run_case(self, command: syntax.CaseCommand) -> None:
+    def run_case(self, command: tree.CaseCommand) -> None:
         value = expansion.text(command.word.text, self)
         if is_unknown(value):
-            ways = [lambda body=body: self.run(body) for _, body, _ in command.clauses]  # type: ignore[misc]
+            ways = [lambda body=body: self.run(body) for _, body, _ in command.clauses]
             self.fork(why_unknown(value), *ways, *([] if self.has_any(command) else [lambda: None]))
             return
         falls = False
@@ -434,24 +254,22 @@ class Shell:
         if not falls:
             self.state.status = 0
 
-    def has_any(self, command: syntax.CaseCommand) -> bool:
+    def has_any(self, command: tree.CaseCommand) -> bool:
         return any(pattern.text == "*" for patterns, _, _ in command.clauses for pattern in patterns)
 
-    def run_function_definition(self, command: syntax.FunctionDefinition) -> None:
+    def run_function_definition(self, command: tree.FunctionDefinition) -> None:
         self.state.functions[command.name] = command.body
 
-    def run_grouping(self, command: syntax.Grouping) -> None:
+    def run_grouping(self, command: tree.Grouping) -> None:
         if not command.subshell:
             self.run(command.body)
             return
         with self.subshell():
-            self.state.output = []
             self.run(command.body)
-            output = self.state.output
-        self.state.output += output
+        self.print(self.captured)
         self.check()
 
-    def run_test(self, command: syntax.TestCommand) -> None:
+    def run_test(self, command: tree.TestCommand) -> None:
         self.at_line(command.line)
         words: list[str] = []
         matchers: dict[int, conditions.Matcher] = {}
@@ -500,13 +318,13 @@ class Shell:
         self.state.status = None if truth is None else int(not truth)
         self.check()
 
-    def run_arithmetic(self, command: syntax.ArithmeticCommand) -> None:
+    def run_arithmetic(self, command: tree.ArithmeticCommand) -> None:
         self.at_line(command.line)
         value = arithmetic.evaluate(expansion.text(command.text, self, quoted=True), self)
         self.state.status = None if is_unknown(value) else int(value == "0")
         self.check()
 
-    def run_redirected(self, command: syntax.Redirected) -> None:
+    def run_redirected(self, command: tree.Redirected) -> None:
         outer_input, outer_output = self.state.input, self.state.output
         sink: tuple[Path, bool] | None = None
         to_output = True
@@ -543,7 +361,7 @@ class Shell:
 
     # -- simple commands ----------------------------------------------------------------------------------------------
 
-    def run_simple(self, command: syntax.SimpleCommand) -> None:
+    def run_simple(self, command: tree.SimpleCommand) -> None:
         self.at_line(command.line)
         try:
             self.simple(command)
@@ -551,9 +369,9 @@ class Shell:
             error.where = error.where or self.where
             raise
 
-    def simple(self, command: syntax.SimpleCommand) -> None:
+    def simple(self, command: tree.SimpleCommand) -> None:
         words = list(command.words)
-        assigned: list[syntax.Word] = []
+        assigned: list[tree.Word] = []
         while words and (_ASSIGNMENT.match(words[0].text)):
             assigned.append(words.pop(0))
         if not words:
@@ -589,7 +407,7 @@ class Shell:
         self.at_line(line)
         self.check()
 
-    def argument(self, word: syntax.Word) -> list[str]:
+    def argument(self, word: tree.Word) -> list[str]:
         """The fields of a word; `key=$NAME` of a variable that is not set is unknown, not empty."""
         found = expansion.fields(word.text, self)
         unset = _WHOLE_VARIABLE.match(word.text)
@@ -665,7 +483,13 @@ class Shell:
     # -- scripts ------------------------------------------------------------------------------------------------------
 
     def run_text(
-        self, text: str, script: Path | None, arguments: Sequence[str], *, name: str | None = None, sourced: bool = False
+        self,
+        text: str,
+        script: Path | None,
+        arguments: Sequence[str],
+        *,
+        name: str | None = None,
+        sourced: bool = False,
     ) -> None:
         """Evaluate a script: in this shell (`source`), or in one of its own with the exported variables."""
         commands = syntax.parse(text, str(script or self.where))
@@ -681,7 +505,7 @@ class Shell:
                 self.state.variables = {k: v for k, v in self.state.variables.items() if v.exported}
                 self.state.functions, self.state.options, self.state.frames = {}, frozenset(), []
                 self.state.name, self.state.arguments = name or str(script), list(arguments)
-                self.state.sources, self.state.calls, self.state.output = (name or str(script),), (), []
+                self.state.sources, self.state.calls = (name or str(script),), ()
                 guarded, self.guarded = self.guarded, 0
                 in_slurm, lines = self.in_slurm, re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)
                 self.in_slurm = in_slurm or bool(lines)
@@ -691,12 +515,11 @@ class Shell:
                     self.run(commands)
                 finally:
                     self.guarded, self.in_slurm = guarded, in_slurm
-                    output = self.state.output
-            self.state.output += output
+            self.print(self.captured)
         finally:
             self.script, self.line, self.in_text = outer, line, in_text
 
-    def sourced(self, commands: syntax.CommandList, script: Path, arguments: Sequence[str]) -> None:
+    def sourced(self, commands: tree.CommandList, script: Path, arguments: Sequence[str]) -> None:
         state = self.state
         sources, outer = state.sources, state.arguments
         state.sources = (str(script), *sources)
@@ -718,20 +541,20 @@ class Shell:
 
 
 _RUN: Mapping[type, Callable[[Shell, Any], None]] = {
-    syntax.SimpleCommand: Shell.run_simple,
-    syntax.Redirected: Shell.run_redirected,
-    syntax.Pipeline: Shell.run_pipeline,
-    syntax.AndOr: Shell.run_and_or,
-    syntax.CommandList: Shell.run_list,
-    syntax.IfCommand: Shell.run_if,
-    syntax.ForCommand: Shell.run_for,
-    syntax.ArithmeticFor: Shell.run_arithmetic_for,
-    syntax.WhileCommand: Shell.run_while,
-    syntax.CaseCommand: Shell.run_case,
-    syntax.FunctionDefinition: Shell.run_function_definition,
-    syntax.Grouping: Shell.run_grouping,
-    syntax.TestCommand: Shell.run_test,
-    syntax.ArithmeticCommand: Shell.run_arithmetic,
+    tree.SimpleCommand: Shell.run_simple,
+    tree.Redirected: Shell.run_redirected,
+    tree.Pipeline: Shell.run_pipeline,
+    tree.AndOr: Shell.run_and_or,
+    tree.CommandList: Shell.run_list,
+    tree.IfCommand: Shell.run_if,
+    tree.ForCommand: Shell.run_for,
+    tree.ArithmeticFor: Shell.run_arithmetic_for,
+    tree.WhileCommand: Shell.run_while,
+    tree.CaseCommand: Shell.run_case,
+    tree.FunctionDefinition: Shell.run_function_definition,
+    tree.Grouping: Shell.run_grouping,
+    tree.TestCommand: Shell.run_test,
+    tree.ArithmeticCommand: Shell.run_arithmetic,
 }
 
 

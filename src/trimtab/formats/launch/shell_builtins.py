@@ -13,7 +13,7 @@ from trimtab.formats.launch.state import Flow, Variable
 
 if TYPE_CHECKING:
     from trimtab.formats.launch.shell import Shell
-    from trimtab.formats.launch.syntax import Word
+    from trimtab.formats.launch.syntax_tree import Word
 
 Builtin = Callable[["Shell", Sequence[str]], None]
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
@@ -271,7 +271,7 @@ def _mapfile(shell: Shell, arguments: Sequence[str]) -> None:
     names = [word for word in arguments if not word.startswith("-")]
     lines = list(shell.state.input or [unknown("input")])
     strip = any(word.startswith("-") and "t" in word for word in arguments)
-    values = {at: line.rstrip("\n") if strip else line for at, line in enumerate(lines)}
+    values: dict[int | str, str] = {at: line.rstrip("\n") if strip else line for at, line in enumerate(lines)}
     shell.state.variables[names[-1] if names else "MAPFILE"] = Variable(values)
     shell.state.status = 0
 

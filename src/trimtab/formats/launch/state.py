@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.formats.launch.launch import unknown
-from trimtab.formats.launch.syntax import Command
+from trimtab.formats.launch.syntax_tree import Command
 
 
 class Flow(Exception):  # noqa: N818 - no error: how control leaves a block
@@ -51,9 +51,7 @@ class ShellState:
     options: frozenset[str] = frozenset()
     status: int | None = 0
     output: list[str] = field(default_factory=list)
-    files: dict[Path, str | None] = field(
-        default_factory=dict
-    )  # written by the script, never on the disk; None: a folder
+    files: dict[Path, str | None] = field(default_factory=dict)  # written by the script; None: a folder
     frames: list[dict[str, Variable | None]] = field(default_factory=list)  # what `local` hides, by function call
     sources: tuple[str, ...] = ()  # BASH_SOURCE
     calls: tuple[str, ...] = ()  # FUNCNAME

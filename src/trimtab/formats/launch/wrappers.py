@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 _MAX_WRAPPERS = 20
 _MAX_STARTS = 500
-_PROGRAM = re.compile(
-    r"(.*/)?(python[\d.]*|bash|sh|uv|ray|torchrun|accelerate|deepspeed|coverage|conda|env|nohup|nsys|[\w.-]+\.(py|sh|sub|slurm))\Z"
+PROGRAM = re.compile(
+    r"(.*/)?(python[\d.]*|bash|sh|uv|ray|torchrun|accelerate|deepspeed|coverage|conda|env|nohup|nsys|sbatch|srun|docker|ssh"
+    r"|[\w.-]+\.(py|sh|sub|slurm))\Z"
 )
 _SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
 SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch", ".sub")
@@ -49,20 +50,26 @@ class _Wrapper:
             takes = word not in switches if switches is not None else word in values
             at += takes and "=" not in word
         at += self.skip
-        if self.scan and at < len(words) and not _PROGRAM.match(words[at]):
-            at = next((n for n in range(at, len(words)) if _PROGRAM.match(words[n])), at)
+        if self.scan and at < len(words) and not PROGRAM.match(words[at]):
+            at = next((n for n in range(at, len(words)) if PROGRAM.match(words[n])), at)
         return tuple(words[at:])
 
 
 _UV = (
-    "--extra --no-extra --with --with-editable --with-requirements --group --no-group --only-group --python -p --project "
-    "--directory --env-file --package --index --index-url --extra-index-url --default-index --index-strategy --refresh-package "
-    "--upgrade-package -P --reinstall-package --config-setting --link-mode --cache-dir --config-file --color --prerelease "
-    "--resolution --exclude-newer --no-binary-package --no-build-package --keyring-provider -f --find-links --isolated-with"
+    "--extra --no-extra --with --with-editable --with-requirements --group --no-group --only-group --python -p "
+    "--project "
+    "--directory --env-file --package --index --index-url --extra-index-url --default-index --index-strategy "
+    "--refresh-package "
+    "--upgrade-package -P --reinstall-package --config-setting --link-mode --cache-dir --config-file --color "
+    "--prerelease "
+    "--resolution --exclude-newer --no-binary-package --no-build-package --keyring-provider -f --find-links "
+    "--isolated-with "
 )
 _DOCKER = (
-    "-v --volume -e --env -w --workdir -u --user --name --gpus --shm-size --network --net --ipc --ulimit --mount -p --publish "
-    "--entrypoint --env-file -h --hostname --cap-add --device --runtime --pid --memory -m --cpus --restart --label -l "
+    "-v --volume -e --env -w --workdir -u --user --name --gpus --shm-size --network --net --ipc --ulimit "
+    "--mount -p --publish "
+    "--entrypoint --env-file -h --hostname --cap-add --device --runtime --pid --memory -m --cpus --restart "
+    "--label -l "
     "--security-opt --add-host --privileged-with --platform --userns --detach-keys"
 )
 _WRAPPERS: Mapping[str, _Wrapper] = {
@@ -94,7 +101,8 @@ _WRAPPERS: Mapping[str, _Wrapper] = {
     "mpiexec": _Wrapper("-n -np -H -x --host --hostfile", scan=True),
     "torchrun": _Wrapper(switches="--standalone -m --module --no-python --no_python --use-env --use_env --run-path"),
     "accelerate launch": _Wrapper(
-        switches="--multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q -m --module --no_python --debug --tpu "
+        switches="--multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q -m --module --no_python --debug "
+        "--tpu "
         "--mps --same_network --use_megatron_lm --use_cpu --ipex --use_xpu --rdzv_standalone"
     ),
     "deepspeed": _Wrapper(
@@ -147,17 +155,18 @@ def start(shell: Shell, fields: tuple[str, ...]) -> None:
         )
         if found is None:
             break
-        fields = _unwrapped(shell, found, fields, inside)
+        fields = _unwrapped(found, fields, inside)
     if _is_script(shell, fields[0]):
         _script(shell, ("bash", *fields), inside)
         return
     _note(shell, fields[:1], fields[1:], inside)
 
 
-def _unwrapped(shell: Shell, name: str, fields: tuple[str, ...], inside: dict[str, str]) -> tuple[str, ...]:
+def _unwrapped(name: str, fields: tuple[str, ...], inside: dict[str, str]) -> tuple[str, ...]:
     words = fields[len(name.split()) :]
     rest = _WRAPPERS[name].inner(words)
     options = words[: len(words) - len(rest)]
+    inside["\0words"] = " ".join((inside.get("\0words", ""), name, *options)).strip()
     if name == "ray job submit":
         _ray_options(options, inside)
         if len(rest) == 1 and " " in rest[0]:
@@ -200,10 +209,19 @@ def _is_script(shell: Shell, name: str) -> bool:
 
 
 def _note(shell: Shell, program: Sequence[str], arguments: Sequence[str], inside: Mapping[str, str]) -> None:
+    """Note a program; \0 names what is no variable of its environment: its folder, and the words before it."""
     folder = shell.path(inside["\0folder"]) if "\0folder" in inside else shell.folder
     own = {name: value for name, value in inside.items() if not name.startswith("\0")}
     environment = {**shell.state.environment(), **own}
-    launch = Launch(tuple(program), tuple(arguments), environment, folder, shell.script, shell.line)
+    launch = Launch(
+        tuple(program),
+        tuple(arguments),
+        environment,
+        folder,
+        shell.script,
+        shell.line,
+        tuple(inside.get("\0words", "").split()),
+    )
     if launch not in shell.starts[-20:]:
         if len(shell.starts) >= _MAX_STARTS:
             raise shell.error(f"the script starts more than {_MAX_STARTS} programs")
@@ -233,9 +251,9 @@ def _python(shell: Shell, fields: tuple[str, ...], inside: dict[str, str]) -> tu
     if words[:1] == ("-m",) and len(words) > 1:
         wrapper = _MODULES.get(words[1])
         if wrapper is not None:
-            return _unwrapped(shell, wrapper, (*wrapper.split(), *words[2:]), inside)
+            return _unwrapped(wrapper, (*wrapper.split(), *words[2:]), inside)
         if words[1:3] == ("coverage", "run"):
-            return _unwrapped(shell, "coverage run", words[1:], inside)
+            return _unwrapped("coverage run", words[1:], inside)
         _note(shell, (fields[0], *words[:2]), words[2:], inside)
         return None
     _note(shell, (fields[0], *words[:1]), words[1:], inside)
@@ -279,17 +297,13 @@ def _evaluate(
     if not known_part(text).strip():
         return
     with shell.subshell():
-        output = shell.state.output
-        shell.state.output = []
         for key, value in inside.items():
             if key == "\0folder":
                 shell.state.folder = shell.path(value)
-            else:
+            elif not key.startswith("\0"):
                 shell.state.variables[key] = Variable(value, exported=True)
         shell.run_text(text, script, arguments, name=name)
-        text = "".join(shell.state.output)
-        shell.state.output = output
-    shell.print(text)
+    shell.print(shell.captured)
 
 
 def _bash(shell: Shell, fields: tuple[str, ...], inside: dict[str, str]) -> None:
@@ -317,8 +331,10 @@ def _ssh(shell: Shell, fields: tuple[str, ...], inside: dict[str, str]) -> None:
 
 
 _SBATCH = (
-    "-N -n -c -w -p -t -A -J -o -e -G -d -x -C -q -a -D --nodes --ntasks --gpus --export --partition --account --time --output "
-    "--error --job-name --dependency --gres --chdir --mem --array --qos --constraint --exclude --nodelist --gpus-per-node "
+    "-N -n -c -w -p -t -A -J -o -e -G -d -x -C -q -a -D --nodes --ntasks --gpus --export --partition --account "
+    "--time --output "
+    "--error --job-name --dependency --gres --chdir --mem --array --qos --constraint --exclude --nodelist "
+    "--gpus-per-node "
     "--ntasks-per-node --cpus-per-task --segment --comment --reservation"
 )
 
