@@ -19,9 +19,11 @@ from trimtab.cli.options import (
     AtMostOption,
     DashboardOption,
     EveryOption,
+    ExecuteOption,
     FormatOption,
     FrameworkOption,
     JobArgument,
+    LaunchOption,
     OverridesArgument,
     PortOption,
     ProfileOption,
@@ -30,6 +32,7 @@ from trimtab.cli.options import (
     WatchAddressOption,
     at_most_of,
     check_seconds,
+    choose_launch,
     read_profile,
 )
 from trimtab.core.errors import InputError
@@ -79,6 +82,8 @@ def advise(
     every: EveryOption = 2.0,
     at_most: AtMostOption = None,
     silent: Annotated[float, Option(metavar="S", help="Stop if the log shows no step for this time.")] = 7200.0,
+    launch: LaunchOption = None,
+    execute: ExecuteOption = False,
     form: FormatOption = Format.text,
 ) -> None:
     """Show where the step time of a run goes, and which placement would be faster.
@@ -94,6 +99,7 @@ def advise(
         trimtab advise config.yaml --follow run.jsonl --once --report report.html
         trimtab advise config.yaml --follow run.log --restart-hook ./restart.sh --least-gain 15%
     """
+    choose_launch(launch, execute)
     shows = dashboard or port is not None
     _check_call(follow, once, restart_hook, shows, {"--every": every, "--silent": silent, "--hook-s": hook_s})
     check_seconds(restart_s, "--restart-s", 0.0)

@@ -9,13 +9,16 @@ import typer
 
 from trimtab.cli.options import (
     EngineOption,
+    ExecuteOption,
     FormatOption,
     GpuOption,
+    LaunchOption,
     MaxTokensOption,
     MeanTokensOption,
     ModelOption,
     SamplesOption,
     TrainOption,
+    choose_launch,
     read_profile,
 )
 from trimtab.core.errors import InfeasibleError, InputError
@@ -26,9 +29,7 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    file: Annotated[
-        Path | None, typer.Argument(help="An RLinf, verl, NeMo RL or OpenRLHF config, or a job file.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="A framework's config or launch script, or a job file.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
     ] = None,
@@ -65,6 +66,8 @@ def estimate(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", help="Steps of the run.")] = 100,
     price: Annotated[float | None, typer.Option("--price", help="Price of a GPU-hour.")] = None,
+    launch: LaunchOption = None,
+    execute: ExecuteOption = False,
     form: FormatOption = Format.text,
 ) -> None:
     """Estimate seconds, memory and cost of a run from a model, a GPU kind and lengths; nothing is measured.
@@ -77,7 +80,8 @@ def estimate(
 
         trimtab estimate grpo_config.yaml --gpu h100 --measured profile.yaml
     """
-    given = {key: value for key, value in locals().items() if value is not None}
+    given = {k: v for k, v in locals().items() if v is not None and k not in ("launch", "execute")}
+    choose_launch(launch, execute)
     from trimtab.formats import run_settings
     from trimtab.plan.estimate.answer import estimate as compute
     from trimtab.plan.estimate.constants import CONSTANTS

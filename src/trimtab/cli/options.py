@@ -24,7 +24,7 @@ JobArgument = Annotated[
     Path, Argument(metavar="FILE", help="Job file, or a config of RLinf, verl, NeMo RL, OpenRLHF, ...")
 ]
 OverridesArgument = Annotated[
-    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
+    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override, or variables of a launch script.")
 ]
 FormatOption = Annotated[Format, Option("--format", "-f", help="Output format.")]
 OutputOption = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Write the result to this file.")]
@@ -82,6 +82,21 @@ TrainOption = Annotated[
     str,
     Option("--train", help="Training: tp=4,pp=4,cp=1,ep=8,lora=16,backend=fsdp,recompute=no,offload=all."),
 ]
+
+
+LaunchOption = Annotated[
+    int | None, Option("--launch", metavar="N", help="Which trainer of a launch script that starts several.")
+]
+ExecuteOption = Annotated[
+    bool, Option("--execute", help="Run the launch script in a sandbox that records commands, instead of reading it.")
+]
+
+
+def choose_launch(number: int | None, execute: bool) -> None:
+    """How launch scripts are read in this process."""
+    from trimtab.formats.launch.read import CHOICE, LaunchChoice
+
+    CHOICE.set(LaunchChoice(number, execute))
 
 
 def read_profile(path: Path | None) -> Profile | None:

@@ -15,8 +15,10 @@ from typer import Argument, Option
 
 from trimtab.cli.options import (
     EngineOption,
+    ExecuteOption,
     FormatOption,
     GpuOption,
+    LaunchOption,
     MaxTokensOption,
     MeanTokensOption,
     ModelOption,
@@ -30,6 +32,7 @@ from trimtab.cli.options import (
     TraceOption,
     TrainOption,
     called,
+    choose_launch,
     read_profile,
     save,
 )
@@ -50,7 +53,7 @@ EXAMPLE = "grpo.yaml"
 def plan(
     file: Annotated[
         Path | None,
-        Argument(metavar="[FILE]", help="Job file, or a config of RLinf, verl, NeMo RL, OpenRLHF, ..."),
+        Argument(metavar="[FILE]", help="Job file, or a config or launch script of verl, NeMo RL, OpenRLHF, ..."),
     ] = None,
     overrides: OverridesArgument = None,
     profile: ProfileOption = None,
@@ -65,6 +68,8 @@ def plan(
     max_tokens: MaxTokensOption = None,
     rollout: EngineOption = "",
     train: TrainOption = "",
+    launch: LaunchOption = None,
+    execute: ExecuteOption = False,
     join: Annotated[
         str | None, Option(metavar="N[xGPUS][:KIND]", help="N nodes join, like the others or of GPUS GPUs of KIND.")
     ] = None,
@@ -103,11 +108,14 @@ def plan(
         trimtab plan verl_config.yaml --profile profile.yaml --overrides
         trimtab plan --from-run runs/grpo-1 cluster.nodes=4
         trimtab plan verl_config.yaml --gpu h100 --mean-tokens 2000
+        trimtab plan run_grpo.sh NNODES=2 trainer.n_gpus_per_node=4 --gpu h100
+        trimtab plan --gpu h100 -- sbatch --nodes=4 train.slurm
         trimtab plan job.yaml --join 2x4:L40S
 
     --join, --leave and --address (the nodes that run there) answer for nodes that come or go: what each component
     should get, and whether to keep the current placement.
     """
+    choose_launch(launch, execute)
     if join is not None or leave is not None or address is not None:
         from trimtab.cli.plan_nodes import advise
 
@@ -279,6 +287,10 @@ def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats import yaml_text
     from trimtab.formats.write_back import edited, uneditable_keys
 
+    if loaded.script is not None:
+        write_text(output, loaded.script.rewritten(settings))
+        err.print(f"{loaded.script.path} with the new placement written to {output}")
+        return
     stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
         raise InputError(
@@ -291,8 +303,20 @@ def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
 
 
 def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
-    from trimtab.formats.write_back import apply, shell_words, uneditable_keys
+    from trimtab.formats.write_back import apply, apply_to_script, shell_words, uneditable_keys
 
+    if loaded.script is not None:
+        try:
+            backup = apply_to_script(loaded.script, settings)
+        except InputError as error:
+            err.print(error.what, markup=False)
+            err.print("Pass these overrides to the run instead:")
+            for word in shell_words(settings):
+                err.print(f"  {word}", markup=False)
+            return
+        script = loaded.script.path
+        err.print(f"{script} has this placement already" if backup is None else f"{script} changed; backup: {backup}")
+        return
     stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
         err.print(f"{loaded.path} is not changed: {', '.join(stuck)} is not set in the file itself.")

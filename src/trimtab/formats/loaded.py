@@ -30,6 +30,14 @@ class PlanSettings:
 
 
 @dataclass(frozen=True)
+class LaunchedScript:
+    """The launch script that a job was read from; `rewritten` is its text with a plan, or raises InputError."""
+
+    path: Path
+    rewritten: Callable[[PlanSettings], str]
+
+
+@dataclass(frozen=True)
 class LoadedJob:
     """A job file, read.
 
@@ -47,3 +55,4 @@ class LoadedJob:
     current: CurrentPlacement | None = None
     literal: Callable[[str], bool] = lambda key: False
     states: Callable[[str, Any], bool] = lambda key, value: False
+    script: LaunchedScript | None = None

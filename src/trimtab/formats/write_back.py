@@ -21,7 +21,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
-from trimtab.formats.loaded import PlanSettings
+from trimtab.formats.loaded import LaunchedScript, PlanSettings
 
 KeyStanding = Literal["literal", "absent", "indirect"]
 
@@ -123,6 +123,13 @@ def apply(
     if text == raw:
         return None
     return _replace_file(target, path, mark + text)
+
+
+def apply_to_script(script: LaunchedScript, settings: PlanSettings) -> Path | None:
+    """Write the settings into a launch script; return the backup's path, or None if nothing changed."""
+    text = script.rewritten(settings)
+    target = script.path.resolve()
+    return None if text == yaml_text.read_text(target) else _replace_file(target, script.path, text)
 
 
 def edited(text: str, changes: Mapping[str, Any], name: str = "the file") -> str:

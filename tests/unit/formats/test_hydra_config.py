@@ -328,13 +328,3 @@ def test_a_child_of_a_config_for_something_else_is_told_what_it_is(tmp_path: Pat
     child.write_text("defaults: dpo.yaml\ncluster: {num_nodes: 4}\n")
     with pytest.raises(InputError, match="not an RL job"):
         load(child)
-
-
-def test_a_launch_script_is_answered_with_the_config_that_its_run_resolved(tmp_path: Path) -> None:
-    script = tmp_path / "run_grpo.sh"
-    script.write_text(
-        "set -x\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  trainer.nnodes=1 $@\n"
-    )
-    with pytest.raises(InputError, match="not a config") as caught:
-        load(script)
-    assert ".hydra/config.yaml" in str(caught.value.hint)

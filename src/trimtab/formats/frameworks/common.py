@@ -129,6 +129,7 @@ class FrameworkConfig(ABC):
             assumptions=(*self.composed.assumptions, *self.assumptions, *self.notes(), *([note] if others else [])),
             literal=self.composed.literal,
             states=self.composed.states,
+            script=self.composed.script,
         )
 
     def stated_costs(self) -> dict[str, ComponentProfile]:

@@ -27,6 +27,7 @@ from trimtab.formats import yaml_text
 
 if TYPE_CHECKING:
     from trimtab.formats.launch.read import TrainerLaunch
+    from trimtab.formats.loaded import LaunchedScript
 
 MAX_EXPANDED_NODES = 500_000
 """Limit for expanded aliases, which may multiply a small file without bound."""
@@ -241,6 +242,7 @@ class ComposedConfig:
     overridden: frozenset[str] = field(default_factory=frozenset)
     launch: TrainerLaunch | None = None
     assumptions: tuple[str, ...] = ()
+    script: LaunchedScript | None = None
 
     @property
     def config(self) -> dict[str, Any]:

@@ -110,6 +110,8 @@ def _seq(call: Call) -> Result:
     separator = "\n"
     if words[:1] == ["-s"] and len(words) > 2:
         separator, words = words[1], words[2:]
+    elif words and words[0].startswith("-s"):
+        separator, words = words[0][2:], words[1:]
     if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", word) for word in words):
         return None
     numbers = [int(word) for word in words]

@@ -375,6 +375,8 @@ def _replaced(value: str, where: str, rest: str, scope: Scope) -> str:
     new = text(rest[at + 1 :], scope)
     if found is None or is_unknown(new):
         return unknown(why_unknown(new) or "a pattern")
+    if not found and where in ("#", "%"):
+        return new + value if where == "#" else value + new
     if not found or _costly(found, value):
         return value if not found else unknown("a pattern that takes too long")
     wanted = {"#": rf"\A(?:{found})", "%": rf"(?:{found})\Z"}.get(where, found)

@@ -21,6 +21,7 @@ from trimtab.formats.launch.shell import Shell, read_script
 from trimtab.formats.launch.state import Flow, Variable
 from trimtab.formats.launch.syntax import PLACEHOLDER
 from trimtab.formats.launch.wrappers import PROGRAM, SCRIPT_SUFFIXES, start
+from trimtab.formats.loaded import LaunchedScript, PlanSettings
 
 if TYPE_CHECKING:
     from trimtab.formats.frameworks.common import FrameworkConfig
@@ -70,13 +71,30 @@ CHOICE: ContextVar[LaunchChoice | None] = ContextVar("how a launch script is rea
 """Set by the command line: every reader of the same script takes the same trainer."""
 
 
+def composed_config(path: Path, words: Sequence[str] = ()) -> ComposedConfig:
+    """The config of a file, launch script or command line."""
+    from trimtab.formats.frameworks.hydra_config import compose
+
+    return composed_launch(path, words) if is_launch(path, words) else compose(path, words)
+
+
 def composed_launch(path: Path, words: Sequence[str] = ()) -> ComposedConfig:
     """The config of the trainer that a script or command line starts, with its overrides and the user's."""
     choice = CHOICE.get() or LaunchChoice()
     shell, overrides = executed(path, words) if choice.execute else evaluated(path, words)
     number = choice.number
     chosen = choose(shell, trainers(shell), path, number)
-    return composed(chosen, overrides, shell.assumptions)
+    config = composed(chosen, overrides, shell.assumptions)
+    if chosen.launch.script == path and path.suffix not in (".yaml", ".yml"):
+        script = LaunchedScript(path, lambda settings: _rewritten(config, chosen.launch, path, words, settings))
+        return replace(config, script=script)
+    return config
+
+
+def _rewritten(config: ComposedConfig, launch: Launch, path: Path, words: Sequence[str], settings: PlanSettings) -> str:
+    from trimtab.formats.launch.edit import rewritten
+
+    return rewritten(read_script(path), launch, settings, config.states, lambda text: evaluated(path, words, text)[0])
 
 
 def composed(chosen: TrainerLaunch, overrides: Sequence[str], assumptions: Sequence[str] = ()) -> ComposedConfig:
@@ -111,8 +129,8 @@ def _forced(override: str) -> str:
     return f"++{override.lstrip('+')}" if "." in key and not set("~/@") & set(key) else override
 
 
-def evaluated(path: Path, words: Sequence[str]) -> tuple[Shell, list[str]]:
-    """The evaluated script, and the overrides among the words."""
+def evaluated(path: Path, words: Sequence[str], text: str | None = None) -> tuple[Shell, list[str]]:
+    """The evaluated script, and the overrides among the words; `text` stands for what is in the file."""
     folder = Path.cwd()
     if not path.is_file():
         shell = Shell(Path("the command line"), folder, os.environ)
@@ -126,10 +144,10 @@ def evaluated(path: Path, words: Sequence[str]) -> tuple[Shell, list[str]]:
         entry = _entry_point(path)
         _run(shell, lambda: shell.run_text(entry, path, []))
     else:
-        text = read_script(path)
-        _run(shell, lambda: shell.run_text(text, path, [], name=str(path)))
+        content = read_script(path) if text is None else text
+        _run(shell, lambda: shell.run_text(content, path, [], name=str(path)))
         for name in answers:
-            if not re.search(rf"\b{name}\b", text):
+            if not re.search(rf"\b{name}\b", content):
                 raise InputError(
                     f"{name} is no variable of this script",
                     where=str(path),

@@ -260,7 +260,7 @@ class Shell(ShellScope):
     def run_function_definition(self, command: tree.FunctionDefinition) -> None:
         self.state.functions[command.name] = command.body
 
-    def run_grouping(self, command: tree.Grouping) -> None:
+    def run_group(self, command: tree.CommandGroup) -> None:
         if not command.subshell:
             self.run(command.body)
             return
@@ -552,7 +552,7 @@ _RUN: Mapping[type, Callable[[Shell, Any], None]] = {
     tree.WhileCommand: Shell.run_while,
     tree.CaseCommand: Shell.run_case,
     tree.FunctionDefinition: Shell.run_function_definition,
-    tree.Grouping: Shell.run_grouping,
+    tree.CommandGroup: Shell.run_group,
     tree.TestCommand: Shell.run_test,
     tree.ArithmeticCommand: Shell.run_arithmetic,
 }

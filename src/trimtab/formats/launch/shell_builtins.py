@@ -319,6 +319,7 @@ def _getopts(shell: Shell, arguments: Sequence[str]) -> None:
     takes = f"{letter}:" in letters
     value = (word[2:] or (words[at] if at < len(words) else "")) if takes else ""
     shell.assign(name, letter if letter in letters else "?")
+    shell.state.variables.pop("OPTARG", None)
     if takes:
         shell.assign("OPTARG", value)
     shell.assign("OPTIND", str(at + (2 if takes and not word[2:] else 1)))

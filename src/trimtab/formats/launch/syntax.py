@@ -19,10 +19,10 @@ from trimtab.formats.launch.syntax_tree import (
     ArithmeticFor,
     CaseCommand,
     Command,
+    CommandGroup,
     CommandList,
     ForCommand,
     FunctionDefinition,
-    Grouping,
     IfCommand,
     Pipeline,
     Redirect,
@@ -42,7 +42,7 @@ _ARRAY = re.compile(r"[A-Za-z_]\w*(\[[^\]\s]*\])?\+?=\Z")
 PLACEHOLDER = re.compile(r"<[A-Za-z][\w ./-]*>")  # of a template: bash would not take it
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 _END_WORD = set(" \t\n;&|<>()")
-_RESERVED = {"then", "else", "elif", "fi", "do", "done", "esac", "in", "}", "]]"}
+_RESERVED = {"then", "else", "elif", "fi", "do", "done", "esac", "}"}
 
 
 @lru_cache(maxsize=256)
@@ -271,7 +271,8 @@ class _Parser:
             try:
                 self.at = after(text, self.at)
             except InputError as error:
-                error.where = error.where or f"{self.name}:{self.line(start)}"
+                if not error.where or error.where.startswith("the script"):
+                    error.where = f"{self.name}:{self.line(start)}"
                 raise
         if self.at > len(text):
             self.at = len(text)
@@ -376,6 +377,9 @@ class _Parser:
             found = self.word()
             if found is None:
                 break
+            if not words and found.text in _RESERVED:
+                self.at = found.start
+                raise self.error(f"unexpected {found.text!r}")
             words.append(found)
             if len(words) == 1 and self.operator() == "(" and re.match(r"[\w.:-]+\Z", found.text):
                 self.take("(")
@@ -399,7 +403,7 @@ class _Parser:
         if self.take("("):
             body = self.commands((")",))
             self.expect(")")
-            return Grouping(body, subshell=True)
+            return CommandGroup(body, subshell=True)
         word = self.take_word("{", "if", "for", "select", "while", "until", "case", "function", "[[")
         forms: dict[str, Callable[[], Command]] = {
             "{": self.group,
@@ -417,7 +421,7 @@ class _Parser:
     def group(self) -> Command:
         body = self.commands(("}",))
         self.expect_word("}")
-        return Grouping(body, subshell=False)
+        return CommandGroup(body, subshell=False)
 
     def if_command(self) -> Command:
         branches = []

@@ -119,7 +119,7 @@ class FunctionDefinition:
 
 
 @dataclass(frozen=True)
-class Grouping:
+class CommandGroup:
     """`{ ...; }`, or with `subshell` `( ... )`."""
 
     body: CommandList
@@ -154,7 +154,7 @@ Command = (
     | WhileCommand
     | CaseCommand
     | FunctionDefinition
-    | Grouping
+    | CommandGroup
     | TestCommand
     | ArithmeticCommand
 )

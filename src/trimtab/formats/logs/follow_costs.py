@@ -13,8 +13,8 @@ from pathlib import Path
 
 from trimtab.core.errors import InputError
 from trimtab.formats import job
-from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.frameworks.registry import framework_of
+from trimtab.formats.launch.read import composed_config
 from trimtab.formats.load import load
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs import measured
@@ -53,13 +53,13 @@ class RunConfig:
 
     def framework(self) -> str | None:
         """The framework of the config; None for trimtab's job file."""
-        composed = compose(self.path, self.overrides)
+        composed = composed_config(self.path, self.overrides)
         kind = None if job.matches(composed.config) else framework_of(composed.reader)
         return None if kind is None else kind.NAME
 
     def asynchronous(self) -> str | None:
         """The mode if generation runs beside training and timers contain waits, else None."""
-        reader = compose(self.path, self.overrides).reader
+        reader = composed_config(self.path, self.overrides).reader
         kind = framework_of(reader)
         return None if kind is None else kind.asynchronous(reader)
 

@@ -93,14 +93,15 @@ def check_names(facts: RunFacts, components: Iterable[str]) -> None:
 
 def from_config(path: Path, framework: str) -> RunFacts:
     """The facts in a run's config, with its parents and interpolations resolved."""
-    from trimtab.formats.frameworks.hydra_config import ConfigReader, compose, read_alone
+    from trimtab.formats.frameworks.hydra_config import ConfigReader, read_alone
     from trimtab.formats.frameworks.registry import FRAMEWORKS
+    from trimtab.formats.launch.read import composed_config, is_launch
 
     kind = FRAMEWORKS[framework]
     try:
-        reader = compose(path).reader
+        reader = composed_config(path).reader
     except InputError:
-        if not kind.GROUPS:
+        if not kind.GROUPS or is_launch(path):
             raise
         reader = ConfigReader(read_alone(path), path)  # missing config groups: the file itself may state the counts
     try:
