@@ -24,7 +24,8 @@ JobArgument = Annotated[
     Path, Argument(metavar="FILE", help="Job file, or a config of RLinf, verl, NeMo RL, OpenRLHF, ...")
 ]
 OverridesArgument = Annotated[
-    list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override, or variables of a launch script.")
+    list[str] | None,
+    Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override, or variables of a launch script."),
 ]
 FormatOption = Annotated[Format, Option("--format", "-f", help="Output format.")]
 OutputOption = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Write the result to this file.")]
