@@ -15,8 +15,7 @@ from examples.grpo.numpy_policy import NumpyPolicy
 from examples.grpo.task import Floats, Tokens, lengths, questions, rewards
 from numpy.typing import NDArray
 
-from trimtab.core.errors import InputError
-from trimtab.runtime.run.component import Batch, Place, Result
+from trimtab import Batch, InputError, Place, Result
 
 
 class Policy(Protocol):

@@ -21,8 +21,8 @@ from examples.grpo.components import make_policy
 from examples.grpo.task import BLANK, END, VOCABULARY, Floats, lengths, questions
 from numpy.typing import NDArray
 
-from trimtab.runtime.rollout.sampling import Completion, SamplingParams
-from trimtab.runtime.run.component import Batch, Place, Result
+from trimtab import Batch, Place, Result
+from trimtab.rollout import Completion, SamplingParams
 
 PIECE = 8  # tokens that go out together
 

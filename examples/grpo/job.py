@@ -5,8 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
-from trimtab.runtime.run.job import UNMEASURED_S, ComponentCode, RunJob
+from trimtab import (
+    UNMEASURED_S,
+    Cluster,
+    Component,
+    ComponentCode,
+    Node,
+    PlacementJob,
+    RunJob,
+    Variant,
+    WeightSync,
+    Workflow,
+)
 
 HOME = "examples.grpo.components"
 

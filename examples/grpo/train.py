@@ -16,11 +16,7 @@ from pathlib import Path
 
 from examples.grpo.job import grpo
 
-from trimtab.core.errors import TrimtabError
-from trimtab.model.run import Iteration
-from trimtab.runtime.run.job import RunJob
-from trimtab.runtime.run.measurements import Metrics, summary_facts
-from trimtab.runtime.run.run import Run, RunEnd
+from trimtab import Iteration, Metrics, Run, RunEnd, RunJob, TrimtabError, summary_facts
 
 COMPARED = 5
 """So many iterations after a plan was made show whether its prediction holds."""

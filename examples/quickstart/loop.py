@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-import trimtab.profile
+import trimtab
 
 rng = np.random.default_rng(0)
 weights = rng.normal(size=(64, 64)) / 8

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from trimtab.rollout import Completion, RolloutPool, RolloutRules, SamplingParams, WorkerSpec
-from trimtab.runtime.engines.actor import ActorEngine
+from trimtab.rollout import ActorEngine, Completion, RolloutPool, RolloutRules, SamplingParams, WorkerSpec
 
 TOKENS, END = 12, 0
 PROMPTS = [[token] for token in range(1, TOKENS - 1)]

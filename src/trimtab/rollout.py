@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trimtab.machines.rollout.policies.load import Taker
+from trimtab.machines.rollout.policies.policy import Decision
+from trimtab.machines.rollout.policies.policy import register as register_policy
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     End,
@@ -42,6 +44,7 @@ __all__ = [
     "ActorEngine",
     "Chunk",
     "Completion",
+    "Decision",
     "ElasticConfig",
     "End",
     "EngineCommand",
@@ -74,6 +77,7 @@ __all__ = [
     "WorkerState",
     "engines_as_processes",
     "engines_on_slots",
+    "register_policy",
 ]
 
 

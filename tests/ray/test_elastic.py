@@ -396,7 +396,7 @@ def test_too_few_members_are_said_and_given_up_after_the_deadline_with_no_step_c
         with pytest.raises(GroupGaveUpError, match="of at least 40 members") as caught:
             counted.group.step(1, timeout=WAIT_S)
         assert counted.group.steps == 0
-        assert "explain" in str(caught.value.hint)
+        assert "trimtab why" in str(caught.value.hint)
         assert "waits" in kinds(happened)
         with pytest.raises(GroupGaveUpError):
             counted.group.step(1, timeout=WAIT_S)

@@ -24,6 +24,7 @@ from trimtab.runtime.controller.metrics import METRICS
 from trimtab.runtime.controller.metrics import NODE_METRICS as FLEET_METRICS
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.rayapi.nodes import RayNode
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "pools.md").read_text(encoding="utf-8")
@@ -202,7 +203,7 @@ def test_an_unknown_task_is_refused_with_what_was_meant(capsys: pytest.CaptureFi
     assert "did you mean train?" in err
     status, _, err = call(capsys, "why", "???")
     assert status == 2
-    assert "`trimtab pool show`" in err
+    assert "`trimtab task list`" in err
 
 
 # ---- pool ---------------------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def test_pool_list_shows_what_is_used(capsys: pytest.CaptureFixture[str], pool: 
 
 def test_pool_show_has_settings_and_tasks(capsys: pytest.CaptureFixture[str], pool: Pool) -> None:
     data = asked(capsys, "pool", "show", "rlhf")
-    assert set(data) == keys_of("trimtab pool list") | keys_of("trimtab pool show")
+    assert set(data) == keys_of("trimtab pool list") | keys_of("trimtab pool show POOL")
     assert data["reserved"] == [{"cpu": 1}]
     assert data["quota"] == {"cpu": 3, "memory": 2**31}
     states = {one["id"]: one["state"] for one in data["tasks"]}
@@ -253,6 +254,34 @@ def test_a_drained_pool_starts_nothing_until_it_is_opened_again(
     data = asked(capsys, "pool", "undrain", "closing")
     assert (data["pool"], data["drained"]) == ("closing", False)
     task.wait("running", timeout=60)
+    pool.drop()
+
+
+# ---- tasks --------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_are_listed_shown_evicted_and_cancelled(capsys: pytest.CaptureFixture[str], session: Session) -> None:
+    pool = session.pool("errands", {"cpu": 1})
+    task = pool.submit(Actor, resources={"cpu": 1}, id="errand", labels={"role": "lab"})
+    task.wait("running", timeout=60)
+    assert [one["id"] for one in asked(capsys, "task", "list", "--pool", "errands")["tasks"]] == ["errand"]
+    data = asked(capsys, "task", "show", "errand")
+    assert set(data) == keys_of("trimtab task show TASK")
+    assert (data["state"], data["labels"]) == ("running", {"role": "lab"})
+    [process] = data["processes"]
+    os.kill(process["pid"], 0)
+    status, out, _ = call(capsys, "task", "show", "errand")
+    assert status == 0
+    assert str(process["pid"]) in out
+    assert call(capsys, "task", "evict", "errand")[0] == 0
+    until(lambda: asked(capsys, "task", "show", "errand")["evictions"] == 1)
+    assert call(capsys, "task", "cancel", "errand")[0] == 0
+    assert task.wait("cancelled", timeout=60) is TaskState.cancelled
+    status, _, err = call(capsys, "task", "logs", "errand")
+    assert status == 2
+    assert "it has no process 0 now" in err
+    status, _, err = call(capsys, "task", "cancel", "errant")
+    assert status == 2
     pool.drop()
 
 
@@ -318,8 +347,8 @@ print(status, ray.is_initialized())
 """
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     for arguments, why in (
-        (["status"], "RAY_ADDRESS is not set; no Ray runs on this machine"),
-        (["status", "--address", "127.0.0.1:1"], "nothing answers at 127.0.0.1:1"),
+        (["pool", "show"], "RAY_ADDRESS is not set; no Ray runs on this machine"),
+        (["pool", "show", "--address", "127.0.0.1:1"], "nothing answers at 127.0.0.1:1"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, env=environment
@@ -327,7 +356,7 @@ print(status, ray.is_initialized())
         assert done.stdout == "4 False\n", done.stderr
         assert why in done.stderr
     done = subprocess.run(
-        [sys.executable, "-c", code, "status", "--address", "local"],
+        [sys.executable, "-c", code, "pool", "show", "--address", "local"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -74,11 +74,11 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
-        return name, found and load(name or ""), rest
+        return name, found and printable(load(name or "")), rest
 
 
 def load(name: str) -> Any:
-    """A command; in help texts brackets are no markup, and indented lines (examples) stay lines of their own."""
+    """Imports a command."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     found = getattr(importlib.import_module(f"trimtab.cli.{module}"), attribute)
     if not isinstance(found, typer.Typer):
@@ -87,6 +87,11 @@ def load(name: str) -> Any:
     found.rich_markup_mode, found._add_completion = "rich", False
     root: Any = get_command(found)
     root.name = name
+    return root
+
+
+def printable(root: Any) -> Any:
+    """In help texts brackets are no markup, and indented lines (examples) stay lines of their own."""
     stack: list[Any] = [root]
     while stack:
         item = stack.pop()
