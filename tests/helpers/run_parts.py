@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trimtab.runtime.run.component import Batch, Place, Result
 
@@ -134,3 +137,54 @@ class Unwell(Bare):
 
 
 NUMBER = 3
+
+
+class LargeRollout:
+    """Makes an array of some megabytes, and notes when it begins."""
+
+    def __init__(self, place: Place, mb: float = 2.0) -> None:
+        self.place, self.size, self.seen = place, int(mb * 2**17), 0.0
+
+    def step(self, batch: Batch) -> Result:
+        return Result({"made": np.full(self.size, float(batch.iteration))}, {"began": time.time(), "seen": self.seen})
+
+    def sync(self, weights: dict[str, np.ndarray], version: int) -> None:
+        self.seen = float(weights["layer"].sum()) / len(weights["layer"])
+
+
+class SlowToSave:
+    """A trainer with large weights whose state takes a while to write; `snapshot` copies it first."""
+
+    def __init__(self, place: Place, save_s: float = 0.4) -> None:
+        self.place, self.save_s, self.layer = place, save_s, np.zeros(2**18)
+
+    def step(self, batch: Batch) -> Result:
+        self.layer += float(batch.data["made"][-1])
+        return Result(None, {"total": float(self.layer[0])})
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {"layer": self.layer}
+
+    def save(self, path: Path) -> None:
+        self.snapshot()(path)
+
+    def load(self, path: Path) -> None:
+        self.layer = np.load(path / "layer.npy")
+
+    def snapshot(self) -> Callable[[Path], None]:
+        copy = self.layer.copy()
+
+        def write(path: Path) -> None:
+            time.sleep(self.save_s)
+            np.save(path / "layer.npy", copy)
+            (path / "written").write_text(str(time.time()))
+
+        return write
+
+
+class CannotSave(SlowToSave):
+    def snapshot(self) -> Callable[[Path], None]:
+        def write(path: Path) -> None:
+            raise OSError("no space left")
+
+        return write

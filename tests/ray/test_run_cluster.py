@@ -121,3 +121,66 @@ def test_a_component_that_is_killed_comes_back_and_no_iteration_counts_twice(ses
     # Each batch of each iteration counted once in what the trainer keeps: 8 iterations of 4.
     totals = [one["metrics"]["trainer"]["total"] for one in events(folder, "iteration")]  # type: ignore[index]
     assert max(totals) == pytest.approx(30.5)  # the mean of batches 29 to 32
+
+
+LARGE = """
+cluster: {nodes: 1, gpus_per_node: 2}
+workflow:
+  batches: 2
+  components:
+    rollout: {seconds: {1: 0.02, 2: 0.01}}
+    trainer: {seconds: {1: 0.02, 2: 0.01}, after: [rollout]}
+  weight_sync: {from: trainer, to: rollout}
+"""
+
+
+def large(folder: Path, trainer: str, iterations: int, **more: object) -> RunJob:
+    path = folder / "large.yaml"
+    path.write_text(LARGE)
+    parts = {"rollout": ComponentCode(use="run_parts:LargeRollout"), "trainer": ComponentCode(use=trainer)}
+    near = Path(__file__).parents[1] / "helpers"
+    return RunJob(load(path).job, parts, iterations=iterations, near=near, **more)  # type: ignore[arg-type]
+
+
+def test_large_data_and_weights_arrive_and_every_part_of_their_way_is_booked(session: Session, tmp_path: Path) -> None:
+    end = Run(large(tmp_path, "run_parts:SlowToSave", 3), tmp_path / "large", RayExecutor(session)).run()
+    assert end.state == "done", end.reason
+    # Two batches of 1s, of 2s and of 3s: what the trainer adds up, and what the rollout sees of it an iteration later.
+    assert end.metrics[3]["trainer"]["total"] == 10.5
+    assert [end.metrics[number]["rollout"]["seen"] for number in (1, 2, 3)] == [0.0, 2.0, 6.0]
+    for iteration in end.iterations:
+        assert iteration.booked is not None
+        assert iteration.unbooked_s is not None
+        assert {"compute", "sync_pack", "sync_move", "sync_unpack", "sync_load", "data", "calls"} <= set(
+            iteration.booked
+        )
+        assert sum(iteration.booked.values()) + iteration.unbooked_s == pytest.approx(iteration.wall_s, abs=1e-4)
+
+
+def test_a_snapshot_is_written_beside_the_next_iterations_and_counts_when_it_is_whole(
+    session: Session, tmp_path: Path
+) -> None:
+    run = large(tmp_path, "run_parts:SlowToSave", 12, save_every=4)
+    end = Run(run, tmp_path / "beside", RayExecutor(session)).run()
+    assert end.state == "done", end.reason
+    told = events(tmp_path / "beside", "iteration", "saved")
+    order = [one["iteration"] if one["event"] == "saved" else None for one in told]
+    assert [number for number in order if number] == [4, 8, 12]
+    assert order.index(4) > 4  # iterations ended while it was written
+    saved = tmp_path / "beside" / "state" / "00000012" / "trainer"
+    assert sorted(path.name for path in saved.iterdir()) == ["layer.npy", "written"]
+    assert not list(saved.parent.glob("*.written"))
+    again = Run(
+        large(tmp_path, "run_parts:SlowToSave", 13), tmp_path / "beside", RayExecutor(session), resume=True
+    ).run()
+    assert again.metrics[13]["rollout"]["seen"] == 2.0 * sum(range(1, 13))
+
+
+def test_a_snapshot_that_cannot_be_written_ends_the_run_and_the_checkpoint_before_counts(
+    session: Session, tmp_path: Path
+) -> None:
+    run = large(tmp_path, "run_parts:CannotSave", 5, save_every=2)
+    end = Run(run, tmp_path / "full", RayExecutor(session)).run()
+    assert end.state == "failed"
+    assert "no space left" in end.reason.sentence
+    assert not (tmp_path / "full" / "saved.json").exists()

@@ -80,7 +80,9 @@ class OptionalMethods(Protocol):
     """Optional methods; a run calls those that exist.
 
     `offload` releases the GPUs and `onload` takes them back; `sync` may be called while offloaded. `save` writes the
-    full state into an empty folder, `load` restores it; both are called between two iterations of the component.
+    full state into an empty folder, `load` restores it; both are called between two iterations of the component, while
+    others go on. `snapshot` copies the full state in host memory and returns what writes the copy into a folder, beside
+    the next steps; on a cluster it is used instead of `save` where the memory suffices.
     """
 
     def offload(self) -> None: ...
@@ -90,6 +92,8 @@ class OptionalMethods(Protocol):
     def save(self, path: Path) -> None: ...
 
     def load(self, path: Path) -> None: ...
+
+    def snapshot(self) -> Callable[[Path], None]: ...
 
     def weights(self) -> Any:
         """The current weights, in the form that `sync` of the target takes."""

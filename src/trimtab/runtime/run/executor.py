@@ -14,6 +14,7 @@ exception.
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,9 @@ WITH_DATA = ("step", "weights")  # calls that return data beside their result
 CALL = "call"  # the span of a whole call, where it is executed
 BUCKET_OF = {"step": "compute", "weights": "sync_pack", "sync": "sync_load"}  # of a method; others have their name
 
+WRITING, NO_MEMORY = "writing", "no memory"  # what a save says of a snapshot
+MEMORY_SLACK = 1.2  # free memory that a snapshot needs, in its sizes
+
 CallSpan = tuple[str, float, float]
 """A bucket of the ledger (or `CALL`), and its seconds."""
 
@@ -85,6 +89,7 @@ class CallResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     fault: ComponentError | None = None
     spans: tuple[CallSpan, ...] = ()
+    workers: int = 1  # that were called
 
     @property
     def whole_s(self) -> float:
@@ -193,9 +198,12 @@ class ComponentCalls:
         return done
 
     def save(self, folder: str) -> CallResult:
+        return self.guarded("save", lambda: self._do("save", self._target(folder)))
+
+    def _target(self, folder: str) -> Path:
         target = Path(folder) if self._place.world == 1 else Path(folder) / f"rank-{self._place.rank}"
         target.mkdir(parents=True, exist_ok=True)
-        return self._call("save", target)
+        return target
 
     def load(self, folder: str) -> CallResult:
         """Restore the state of this rank; that of rank 0 if there were fewer ranks."""
@@ -266,6 +274,20 @@ class ComponentCalls:
         return CallResult(self._last_s(), value)
 
 
+def written_mark(folder: Path, rank: int) -> Path:
+    """The file that says that a snapshot is written; it holds the error if that failed."""
+    return folder.with_name(f"{folder.name}.{rank}.written")
+
+
+def _memory_bytes(file: str, field_name: str) -> int | None:
+    """A figure of a file in /proc; None where there is none."""
+    try:
+        line = next(line for line in Path(file).read_text().splitlines() if line.startswith(field_name))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
 class ComponentWorker(ComponentCalls):
     """A worker of a component as a task of the run's pool, which calls `park`, `unpark` and `cancel`."""
 
@@ -274,6 +296,8 @@ class ComponentWorker(ComponentCalls):
         devices = visible_devices() or spec.place.devices
         super().__init__(replace(spec, place=replace(spec.place, rank=rank, world=world, devices=devices)), WallClock())
         self._packer = Packer()
+        self._writer: threading.Thread | None = None
+        self._snapshot_bytes: int | None = None  # of the last one
         self._parked: CallSpan | None = None
         self._unparked: CallSpan | None = None
         self._fault = self.guarded("make", self.make).fault
@@ -289,6 +313,30 @@ class ComponentWorker(ComponentCalls):
         if self._has("onload"):
             self._component.onload()
         self._unparked = "onload", began_s, self._clock.now()
+
+    def save(self, folder: str) -> CallResult:
+        """Save; with a snapshot it is written beside what follows, and a mark says when that is done."""
+        if not self._has("snapshot"):
+            return super().save(folder)
+
+        def take_snapshot() -> CallResult:
+            target, mark = self._target(folder), written_mark(Path(folder), self._place.rank)
+            with self._timed("save"):
+                if self._writer is not None:
+                    self._writer.join()
+                free = _memory_bytes("/proc/meminfo", "MemAvailable:")
+                before = _memory_bytes("/proc/self/status", "VmRSS:") or 0
+                wanted = before if self._snapshot_bytes is None else self._snapshot_bytes
+                if free is not None and free < MEMORY_SLACK * wanted:
+                    self._component.save(target)
+                    return CallResult(value=NO_MEMORY)
+                write = self._component.snapshot()
+                self._snapshot_bytes = max(0, (_memory_bytes("/proc/self/status", "VmRSS:") or before) - before)
+            self._writer = threading.Thread(target=_write_snapshot, args=(write, target, mark), name="trimtab-save")
+            self._writer.start()
+            return CallResult(self._last_s(), value=WRITING)
+
+        return self.guarded("save", take_snapshot)
 
     def turned(self, bucket: str) -> CallResult:
         """The last offload or onload, which the pool has called."""
@@ -324,6 +372,30 @@ class ComponentWorker(ComponentCalls):
         from ray import exceptions
 
         return isinstance(error, exceptions.ObjectLostError | exceptions.RayActorError)
+
+
+def _write_snapshot(write: Callable[[Path], None], target: Path, mark: Path) -> None:
+    try:
+        write(target)
+        outcome = ""
+    except BaseException as error:
+        outcome = error_text(error)
+    part = mark.with_suffix(".part")
+    part.write_text(outcome)
+    os.replace(part, mark)
+
+
+class PendingCall:
+    """A call that has begun; `poll` gives its result once, or raises its failure. This one is over."""
+
+    def __init__(self, result: CallResult) -> None:
+        self._result: CallResult | None = result
+
+    def poll(self) -> CallResult | None:
+        return self._result
+
+    def wait(self) -> None:
+        """Wait until it is over; a failure is raised by `poll`."""
 
 
 Placements = Mapping[str, tuple[tuple[str, int], ...]]
@@ -372,6 +444,10 @@ class Executor(ABC):
     @abstractmethod
     def call(self, name: str, method: str, *arguments: Any) -> CallResult:
         """Call a method of `ComponentCalls`. Data in arguments and results may be references."""
+
+    def begin(self, name: str, method: str, *arguments: Any) -> PendingCall:
+        """Begin a call of an idle component, beside what follows."""
+        return PendingCall(self.call(name, method, *arguments))
 
     @abstractmethod
     def offload(self, name: str) -> CallResult:

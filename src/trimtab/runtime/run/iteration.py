@@ -7,67 +7,167 @@ Component calls are made outside the lock, so actions may run one after another 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.order import BatchStep, ExecutionOrder, GpuTurn, PlanAction, WeightSyncStep
-from trimtab.runtime.run.executor import CallResult, Executor
+from trimtab.runtime.run.component import ComponentError
+from trimtab.runtime.run.executor import (
+    NO_MEMORY,
+    WRITING,
+    CallResult,
+    Executor,
+    PendingCall,
+    hung_error,
+    written_mark,
+)
 from trimtab.runtime.run.folder import EmitEvent, RunFolder
 from trimtab.runtime.run.measurements import RunMeasurements
 
 Inputs = Callable[[int, int], Any]
+FINISH_POLL_S = 0.01
+
 _Key = tuple[str, int, int]  # component, iteration, batch
 
 
+@dataclass
+class _Beside:
+    """A save or health check that goes on beside other work."""
+
+    kind: str
+    iteration: int
+    component: str
+    call: PendingCall
+    sent_s: float
+    end: float  # of the time that it may take
+    folder: Path | None = None
+    unwritten: int = 0  # ranks whose snapshots are not written
+
+
 class Checkpointer:
-    """Decides when to save and tracks which components have. Components may be saved from any thread.
+    """Saves components and checks their health beside the iterations, and commits checkpoints.
 
     The checkpoint after iteration t holds every component as it was at the end of its own iteration t, whatever the
     others were doing then, so no component waits for a checkpoint, even where iterations overlap. It is complete or
-    void.
+    void: it counts when all components have saved, those checked before are well, and the iteration's event is written.
+    Calls may begin in any thread; `poll` is for one.
     """
 
     def __init__(
-        self, folder: RunFolder | None, names: tuple[str, ...], every: int, last: int, emit: EmitEvent
+        self, folder: RunFolder | None, names: tuple[str, ...], every: int, last: int, emit: EmitEvent, limit_s: float
     ) -> None:
         self._folder = folder
         self._emit = emit
         self._names = names
         self._every = every
         self._last = last
+        self._limit_s = limit_s
         self._lock = threading.Lock()
-        self._saved: set[tuple[int, str]] = set()  # of checkpoints that are not complete yet
+        self._begun: set[tuple[int, str]] = set()  # saves of checkpoints that are not complete yet
+        self._going: list[_Beside] = []
+        self._ended: list[int] = []  # iterations with a checkpoint to commit
+        self._said = False  # that there is no memory for snapshots
         self.last_complete = 0  # iteration of the last complete checkpoint
 
     def is_due(self, iteration: int) -> bool:
         return self._folder is not None and (iteration % self._every == 0 or iteration == self._last)
 
+    def component_ended(self, executor: Executor, name: str, iteration: int) -> None:
+        """A component has ended an iteration: begin to save it, where that is due, and to check its health."""
+        if self.is_due(iteration):
+            self.save(executor, name, iteration)
+        if executor.has(name, "health"):
+            self._begin(executor, "health", name, iteration, None)
+
     def save(self, executor: Executor, name: str, iteration: int) -> None:
-        """Save a component that has just ended an iteration. Raises OSError."""
+        """Begin to save a component that has just ended an iteration. Raises OSError."""
         if self._folder is None:
             return
         if executor.has(name, "save"):
-            executor.call(name, "save", str(self._folder.new_state_folder(iteration, name)))
+            self._begin(executor, "save", name, iteration, self._folder.new_state_folder(iteration, name))
         with self._lock:
-            self._saved.add((iteration, name))
+            self._begun.add((iteration, name))
+
+    def _begin(self, executor: Executor, kind: str, name: str, iteration: int, folder: Path | None) -> None:
+        sent_s, end = executor.now(), time.monotonic() + self._limit_s
+        call = executor.begin(name, kind, *([] if folder is None else [str(folder)]))
+        with self._lock:
+            self._going.append(_Beside(kind, iteration, name, call, sent_s, end, folder))
 
     def complete(self, executor: Executor, iteration: int) -> None:
-        """Save the components that have not saved yet and commit the checkpoint. Raises OSError.
+        """Commit the checkpoint after an iteration as soon as all have saved. Raises OSError."""
+        if self._folder is None or self.last_complete >= iteration or iteration in self._ended:
+            return
+        for name in self._names:
+            if (iteration, name) not in self._begun:
+                self.save(executor, name, iteration)
+        self._ended.append(iteration)
+
+    def poll(self, book: Callable[[str, float, float], None]) -> None:
+        """Take what is over, book its time, and commit. Raises what a component raised, and OSError.
 
         No checkpoint is committed while events cannot be written: after a crash it would be ahead of the event log.
         """
-        if self._folder is None or self.last_complete >= iteration or not self._folder.all_written():
-            return
-        for name in self._names:
-            if (iteration, name) not in self._saved:
-                self.save(executor, name, iteration)
-        self._folder.commit_state(iteration)
-        self._emit("saved", iteration=iteration)
         with self._lock:
-            self.last_complete = iteration
-            self._saved = {saved for saved in self._saved if saved[0] > iteration}
+            going = list(self._going)
+        over = [id(beside) for beside in going if self._is_over(beside, book)]
+        with self._lock:
+            self._going = [beside for beside in self._going if id(beside) not in over]
+            oldest = min((beside.iteration for beside in self._going), default=None)
+        while self._ended and (oldest is None or self._ended[0] < oldest):
+            assert self._folder is not None
+            iteration = self._ended[0]
+            if not self._folder.all_written():
+                return
+            self._folder.commit_state(iteration)
+            self._emit("saved", iteration=iteration)
+            del self._ended[0]
+            with self._lock:
+                self.last_complete = iteration
+                self._begun = {begun for begun in self._begun if begun[0] > iteration}
+
+    def finish(self, book: Callable[[str, float, float], None]) -> None:
+        """Wait until all is saved, checked and committed."""
+        self.poll(book)
+        while self._going:
+            time.sleep(FINISH_POLL_S)
+            self.poll(book)
+
+    def void(self) -> None:
+        """Forget what is not complete: components were lost."""
+        with self._lock:
+            self._begun, self._going, self._ended = set(), [], []
+
+    def _is_over(self, beside: _Beside, book: Callable[[str, float, float], None]) -> bool:
+        if not beside.unwritten:
+            done = beside.call.poll()
+            if done is None:
+                return False
+            for bucket, start, end in done.spans:
+                book(bucket, beside.sent_s + start, beside.sent_s + end)
+            if done.value == NO_MEMORY and not self._said:
+                self._said = True
+                self._emit("told", reason=f"{beside.component} is saved in place: no memory for a snapshot of it")
+            beside.unwritten = done.workers if done.value == WRITING else 0
+            if not beside.unwritten:
+                return True
+        assert beside.folder is not None
+        marks = [written_mark(beside.folder, rank) for rank in range(beside.unwritten)]
+        if not all(mark.exists() for mark in marks):
+            if time.monotonic() > beside.end:
+                raise hung_error(beside.component, "snapshot", self._limit_s)
+            return False
+        errors = [mark.read_text() for mark in marks]
+        for mark in marks:
+            mark.unlink()
+        if error := next(filter(None, errors), None):
+            raise ComponentError(beside.component, "raised", f"the state of {beside.component} is not written: {error}")
+        return True
 
 
 class IterationRunner:
@@ -89,6 +189,7 @@ class IterationRunner:
         self.lock = threading.RLock()  # guards everything but component calls
         self._workflow = workflow
         self._checkpointer = checkpointer
+        self._sync_source = workflow.weight_sync.source if workflow.weight_sync is not None else None
         self._inputs = inputs
         self._input_lock = threading.Lock()
         self._consumers = {
@@ -112,11 +213,9 @@ class IterationRunner:
         if (
             isinstance(action, BatchStep)
             and action.batch == self._workflow.batches - 1
-            and self._checkpointer.is_due(action.iteration)
+            and action.component != self._sync_source  # its weights come first
         ):
-            began_s = self.executor.now()
-            self._checkpointer.save(self.executor, action.component, action.iteration)
-            self.measurements.book("save", began_s, self.executor.now())
+            self._checkpointer.component_ended(self.executor, action.component, action.iteration)
         return start_s - now_s + took_s if self.executor.is_virtual else self.executor.now() - now_s
 
     def _step(self, action: BatchStep, now_s: float) -> tuple[float, float]:
@@ -172,6 +271,7 @@ class IterationRunner:
         """Send weights at once or, while the target is inside an iteration, when that ends."""
         weights = self._call(now_s, lambda: self.executor.weights(action.source))
         given = weights if weights.spans else None
+        self._checkpointer.component_ended(self.executor, action.source, action.iteration)
         with self.lock:
             self._held_weights = given, action.iteration
             if not self.order.is_between(action.target):

@@ -35,24 +35,22 @@ from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task, TaskError, TaskTimeoutError
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
-from trimtab.runtime.run.component import ComponentError, error_text, find_class
+from trimtab.runtime.run.component import find_class
 from trimtab.runtime.run.executor import (
-    WITH_DATA,
     CallResult,
     CallSpan,
     ComponentLostError,
     ComponentStartSpec,
     ComponentWorker,
     Executor,
+    PendingCall,
     Placements,
-    hung_error,
-    spans_since_sent,
 )
 from trimtab.runtime.run.folder import EmitEvent
 from trimtab.runtime.run.iteration import IterationRunner
 from trimtab.runtime.run.job import RunJob
+from trimtab.runtime.run.ray_call import CallLimits, RayCall
 
-CALL_POLL_S = 0.5  # calls are awaited in intervals, between which lost processes are checked
 ACTIONS_END_S = 30.0  # for running actions to end when one of them has failed
 POLL_S = 0.25  # between polls of updates while no action ends
 CPU_EACH = 0.01  # slots of components that compute on GPUs ask for next to no CPU
@@ -245,6 +243,7 @@ class RayExecutor(Executor):
         self._lost_tasks: dict[str, str] = {}  # task: reason, as soon as it is reported
         self._lost_nodes = False  # since all components were created
         self._made = 0
+        self._beside: dict[str, list[RayCall]] = {}  # calls that may go on, by component
         self._turns: list[tuple[GpuTurn, str, float, float, Any]] = []  # from, to, reference to what was done in it
 
     @property
@@ -415,6 +414,7 @@ class RayExecutor(Executor):
                 self._tasks[name].wait("ended", timeout=self._job.close_limit_s)
             del self._tasks[name]
             self._shared.pop(name, None)
+            self._beside.pop(name, None)
 
     def _submit(self, spec: ComponentStartSpec, plan: Plan, may_evict: bool) -> None:
         name = spec.place.component
@@ -501,7 +501,11 @@ class RayExecutor(Executor):
     def turn(self, action: GpuTurn) -> tuple[float, list[tuple[str, CallSpan]]]:
         """What the components did in it is fetched beside the next action: `late_spans`."""
         began_s = self.now()
-        took_s = self.onload(action.component).took_s
+        for name in action.offload:
+            for call in self._beside.pop(name, ()):  # none is saved or checked while it is offloaded
+                call.wait()
+        self.onload(action.component)
+        took_s = self.now() - began_s
         with contextlib.suppress(TrimtabError):
             for name, bucket in (*((name, "offload") for name in action.offload), (action.component, "onload")):
                 reference = self._tasks[name].begin("turned", bucket, timeout=self._job.place_limit_s)[0]
@@ -533,47 +537,19 @@ class RayExecutor(Executor):
         except (InputError, TaskError) as error:
             raise ComponentLostError(name, f"{name} cannot have its turn: {error.what}") from error
 
+    def begin(self, name: str, method: str, *arguments: Any) -> PendingCall:
+        call = self._call(name, method, arguments)
+        self._beside[name] = [*(other for other in self._beside.get(name, ()) if not other.is_over), call]
+        return call
+
     def call(self, name: str, method: str, *arguments: Any) -> CallResult:
         """Call all workers of a component. Data is a reference to that of the first."""
-        from ray import exceptions
+        call = self._call(name, method, arguments)
+        call.wait()
+        result = call.poll()
+        assert result is not None
+        return result
 
-        task, sent_s, data = self._tasks[name], time.perf_counter(), None
-        try:
-            returns = 2 if method in WITH_DATA else 1
-            references = task.begin(method, *arguments, timeout=self._job.place_limit_s, returns=returns)
-            if method in WITH_DATA:
-                data = references[0][1]
-                references = [done for done, _ in references]
-            results = self._fetch(name, task, method, references)
-        except TaskError as error:
-            raise ComponentLostError(name, f"{name} was lost: {error.what}") from error
-        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            raise ComponentLostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
-        except exceptions.RayTaskError as error:
-            if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
-                raise ComponentLostError(name, f"the input of {name} was lost with the process that made it") from error
-            raise ComponentError(name, "raised", f"the {method} of {name} raised {error_text(error.cause)}") from error
-        except exceptions.RayError as error:
-            raise ComponentLostError(name, f"{name} cannot be reached: {error_text(error)}") from error
-        for result in results:
-            if result.fault is not None:
-                raise result.fault
-        received_s = time.perf_counter()
-        spans = tuple(span for result in results for span in spans_since_sent(result.spans, sent_s, received_s))
-        took_s = max(result.took_s for result in results)
-        return replace(results[0], took_s=took_s, value=results[0].value if data is None else data, spans=spans)
-
-    def _fetch(self, name: str, task: Task, method: str, references: list[Any]) -> list[CallResult]:
-        """Results of the calls. Ray needs up to 15 s to notice a lost node; reported losses are seen sooner."""
-        from ray.exceptions import GetTimeoutError
-
-        limit_s = self._job.step_limit_s
-        end = time.monotonic() + limit_s
-        while True:
-            left_s = end - time.monotonic()
-            with contextlib.suppress(GetTimeoutError):
-                return list(self._session._ray.get(references, timeout=max(0.0, min(CALL_POLL_S, left_s))))
-            if task.id in self._lost_tasks:
-                raise ComponentLostError(name, f"{name} was lost: {self._lost_tasks[task.id]}")
-            if left_s <= 0:
-                raise hung_error(name, method, limit_s)
+    def _call(self, name: str, method: str, arguments: tuple[Any, ...]) -> RayCall:
+        limits = CallLimits(self._job.place_limit_s, self._job.step_limit_s)
+        return RayCall(self._session._ray, self._tasks[name], name, method, arguments, limits, self._lost_tasks)

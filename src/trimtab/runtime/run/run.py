@@ -191,7 +191,9 @@ class Run:
             self._offsets = {name: path.stat().st_size for name, path in logs.items() if path.is_file()}
             clear_requests(self._path)
         names, job, saved = self._workflow.names, self._job, self._history.saved
-        self._checkpointer = Checkpointer(self._folder, names, job.save_every, job.iterations, self._emit)
+        self._checkpointer = Checkpointer(
+            self._folder, names, job.save_every, job.iterations, self._emit, job.step_limit_s
+        )
         self._checkpointer.last_complete = saved
         self._void = self._history.void_after(saved)
         return saved + 1
@@ -280,6 +282,7 @@ class Run:
                 first = self._recover(lost)
         if self._stop is not None and self._done:
             self._checkpointer.complete(self._executor, self._done)
+            self._checkpointer.finish(lambda bucket, start_s, end_s: None)
 
     def _iterate(self, first: int, last: int) -> frozenset[str]:
         """Iterations `first` to `last` under one plan; returns the components on their GPUs at the end."""
@@ -288,6 +291,7 @@ class Run:
         )
         self._here = time.perf_counter()
         self._executor.drive(runner, self._poll, self._action_ended)
+        self._checkpointer.finish(runner.measurements.book)
         return runner.order.loaded
 
     def _poll(self) -> None:
@@ -304,6 +308,7 @@ class Run:
     def _action_ended(self, runner: IterationRunner, now_s: float) -> None:
         """Report iterations that end with an action, and begin a requested stop."""
         self._poll_folder()
+        self._checkpointer.poll(runner.measurements.book)
         while self._done < runner.order.finished:
             self._iteration_done(runner, self._done + 1, now_s)
         if self._is_ending or (self._replanner is not None and self._replanner.move is not None):
@@ -313,9 +318,6 @@ class Run:
     def _iteration_done(self, runner: IterationRunner, number: int, now_s: float) -> None:
         """Report an iteration. Only this thread begins actions, so idle components stay idle; others may end."""
         idle = tuple(name for name in self._workflow.names if runner.order.is_idle(name))
-        began_s = self._executor.now()
-        self._executor.check_health(idle)
-        runner.measurements.book("health", began_s, self._executor.now())
         is_due = self._checkpointer.is_due(number)
         extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # not if every iteration has one
         with runner.lock:
@@ -340,9 +342,8 @@ class Run:
             bars=bars_facts(bars),
         )
         if is_due:  # after the event is written: a checkpoint is never ahead of the event log
-            began_s = self._executor.now()
             self._checkpointer.complete(self._executor, number)
-            runner.measurements.book("save", began_s, self._executor.now())
+            self._checkpointer.poll(runner.measurements.book)
             self._save_replanner()
         if self._on_iteration is not None:
             self._on_iteration(iteration, metrics)
@@ -442,6 +443,7 @@ class Run:
             self._losses += 1
             if self._losses > MAX_LOSSES:
                 raise lost
+            self._checkpointer.void()
             saved = self._checkpointer.last_complete
             void = self._history.void_after(saved)
             self._emit("lost", component=lost.component, why=lost.what, after=saved, void=void)
