@@ -175,7 +175,7 @@ class Trainer(OnGpu):
         self.optimizer = self.torch.optim.AdamW(self.model.parameters(), lr=1e-6)
 
     def step(self, batch: Any) -> Any:
-        from trimtab.running import Result
+        from trimtab.runtime.run.component import Result
 
         data, torch = batch.data, self.torch
         rewards = data["rewards"].reshape(-1, self.size.group)

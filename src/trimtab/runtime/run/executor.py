@@ -385,7 +385,7 @@ def _write_snapshot(write: Callable[[Path], None], target: Path, mark: Path) -> 
     os.replace(part, mark)
 
 
-class PendingCall:
+class BegunCall:
     """A call that has begun; `poll` gives its result once, or raises its failure. This one is over."""
 
     def __init__(self, result: CallResult) -> None:
@@ -445,9 +445,9 @@ class Executor(ABC):
     def call(self, name: str, method: str, *arguments: Any) -> CallResult:
         """Call a method of `ComponentCalls`. Data in arguments and results may be references."""
 
-    def begin(self, name: str, method: str, *arguments: Any) -> PendingCall:
+    def begin(self, name: str, method: str, *arguments: Any) -> BegunCall:
         """Begin a call of an idle component, beside what follows."""
-        return PendingCall(self.call(name, method, *arguments))
+        return BegunCall(self.call(name, method, *arguments))
 
     @abstractmethod
     def offload(self, name: str) -> CallResult:

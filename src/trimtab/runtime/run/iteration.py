@@ -20,9 +20,9 @@ from trimtab.runtime.run.component import ComponentError
 from trimtab.runtime.run.executor import (
     NO_MEMORY,
     WRITING,
+    BegunCall,
     CallResult,
     Executor,
-    PendingCall,
     hung_error,
     written_mark,
 )
@@ -42,7 +42,7 @@ class _Beside:
     kind: str
     iteration: int
     component: str
-    call: PendingCall
+    call: BegunCall
     sent_s: float
     end: float  # of the time that it may take
     folder: Path | None = None

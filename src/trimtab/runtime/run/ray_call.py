@@ -13,9 +13,9 @@ from trimtab.runtime.client.task import Task, TaskError
 from trimtab.runtime.run.component import ComponentError, error_text
 from trimtab.runtime.run.executor import (
     WITH_DATA,
+    BegunCall,
     CallResult,
     ComponentLostError,
-    PendingCall,
     hung_error,
     spans_since_sent,
 )
@@ -31,7 +31,7 @@ class CallLimits:
     call_s: float
 
 
-class RayCall(PendingCall):
+class RayCall(BegunCall):
     """A call of all workers of a component."""
 
     def __init__(

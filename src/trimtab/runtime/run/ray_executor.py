@@ -37,13 +37,13 @@ from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.run.component import find_class
 from trimtab.runtime.run.executor import (
+    BegunCall,
     CallResult,
     CallSpan,
     ComponentLostError,
     ComponentStartSpec,
     ComponentWorker,
     Executor,
-    PendingCall,
     Placements,
 )
 from trimtab.runtime.run.folder import EmitEvent
@@ -537,7 +537,7 @@ class RayExecutor(Executor):
         except (InputError, TaskError) as error:
             raise ComponentLostError(name, f"{name} cannot have its turn: {error.what}") from error
 
-    def begin(self, name: str, method: str, *arguments: Any) -> PendingCall:
+    def begin(self, name: str, method: str, *arguments: Any) -> BegunCall:
         call = self._call(name, method, arguments)
         self._beside[name] = [*(other for other in self._beside.get(name, ()) if not other.is_over), call]
         return call
