@@ -191,7 +191,7 @@ def test_estimates_get_the_run_from_the_config(tmp_path: Path) -> None:
         "mode": "async",
         "staleness": 8,
         "partial": True,
-        "algorithm": "grpo",
+        "algorithm": "direct",
         "samples": 512,
         "train_batch": 512,
         "max_tokens": 4096,

@@ -188,12 +188,8 @@ def test_files_that_flags_name_are_read_where_they_are(tmp_path: Path) -> None:
 def test_estimates_get_the_run_from_the_flags(tmp_path: Path) -> None:
     more = "hf_checkpoint: /root/Qwen3-4B\nrollout_max_response_len: 8192\nsglang_mem_fraction_static: 0.7\n"
     inputs = run_inputs.read(composed(tmp_path, SHARED + more).path)
-    assert (inputs["model"], inputs["gpus"], inputs["samples"], inputs["train_batch"]) == (
-        "/root/Qwen3-4B",
-        16,
-        256,
-        256,
-    )
+    assert (inputs["model"], inputs["gpus"], inputs["algorithm"]) == ("Qwen3-4B", 16, "gspo")
+    assert (inputs["samples"], inputs["train_batch"]) == (256, 256)
     assert inputs["max_tokens"] == 8192
     assert inputs["train"] == {"tp": 4, "backend": "megatron"}
     assert inputs["rollout"] == {"tp": 2, "memory": 0.7, "backend": "sglang"}

@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ class PrimeRl(pools.TrainerAndEngines):
             "mode": "async" if ahead else "separate",
             "staleness": _oldest(reader) if ahead else None,
             "partial": bool(ahead) or None,
-            "algorithm": "grpo",
+            "algorithm": "direct",
             "samples": answers,
             "train_batch": answers,
             "max_tokens": next(filter(None, lengths), None),
@@ -233,7 +234,20 @@ class PrimeRl(pools.TrainerAndEngines):
         for key in ("inference.vllm.data_parallel_size", "inference.parallel.dp"):
             if not self.several and self.reader.has(key):
                 values[key] = rollout // _engine(self.reader)
-        return pools.flag_settings(values, equals=False)  # prime-rl takes no `--flag=value`
+        settings = pools.flag_settings(values, equals=False)  # prime-rl takes no `--flag=value`
+        return replace(settings, block=_toml_text(values))
+
+
+def _toml_text(values: Mapping[str, Any]) -> str:
+    """Dotted keys as TOML; values are numbers or lists that are text already."""
+    lines, section = [], ""
+    for key, value in values.items():
+        above, _, name = key.rpartition(".")
+        if above != section:
+            section = above
+            lines.append(f"[{section}]\n")
+        lines.append(f"{name} = {value}\n")
+    return "".join(lines)
 
 
 def _place(reader: ConfigReader) -> str:

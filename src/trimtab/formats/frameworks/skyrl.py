@@ -184,6 +184,11 @@ class SkyRl(pools.TrainerAndEngines):
         section = "trainer.policy.megatron_config"
         sizes = dict(zip(("tp", "pp", "cp", "ep"), (*_MEGATRON, "expert_model_parallel_size"), strict=True))
         estimator = reader.get("trainer.algorithm.advantage_estimator", "grpo")
+        kl = (
+            reader.get("trainer.algorithm.use_kl_loss", True),
+            reader.get("trainer.algorithm.use_kl_in_reward", False),
+        )
+        without_reference = estimator == "grpo" and True not in kl
         answers = counted("generator.n_samples_per_prompt") or 5
         mini = counted("trainer.policy_mini_batch_size") or 256
         return {
@@ -194,7 +199,7 @@ class SkyRl(pools.TrainerAndEngines):
             "mode": "async" if ahead or _script(reader) == "main_async" else None if shared else "separate",
             "staleness": reader.get("trainer.fully_async.max_staleness_steps", 4) if ahead else None,
             "partial": ahead or None,
-            "algorithm": "ppo" if estimator == "gae" else estimator,
+            "algorithm": "gspo" if without_reference else "ppo" if estimator == "gae" else estimator,  # the same passes
             "samples": (mini if ahead else counted("trainer.train_batch_size") or 1024) * answers,
             "train_batch": mini * answers,
             "max_tokens": max(prompt, counted("generator.max_input_length") or 0) + answer,

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from trimtab.formats import yaml_text
@@ -161,17 +162,20 @@ class Slime(pools.TrainerAndEngines):
         shared = reader.boolean("colocate", False)
         counted, steps = reader.counted, reader.counted("num_steps_per_rollout")
         samples = counted("rollout_batch_size", "n_samples_per_prompt")
+        folder = str(reader.get("hf_checkpoint", ""))
+        estimator = reader.get("advantage_estimator", "grpo")
+        without_reference = estimator == "grpo" and reader.get("use_kl_loss") is not True and not reader.has("kl_coef")
         longest = counted("rollout_max_response_len")
         prompt = counted("rollout_max_prompt_len") or 0
         return {
             "framework": "slime",
-            "model": reader.get("hf_checkpoint"),
+            "model": folder if not folder or Path(folder).is_dir() else Path(folder).name,
             "gpus": max(trainer, rollout) if shared else trainer + rollout,
             "rollout_gpus": None if shared else rollout,
             "mode": "async" if _starts_async(reader) else None if shared else "separate",
             "staleness": counted("update_weights_interval") if _starts_async(reader) else None,
             "partial": reader.get("partial_rollout"),
-            "algorithm": reader.get("advantage_estimator"),
+            "algorithm": "gspo" if without_reference else estimator,  # the same passes
             "samples": samples,
             "train_batch": counted("global_batch_size") or (samples and steps and samples // steps),
             "max_tokens": counted("rollout_max_context_len") or (longest and longest + prompt),

@@ -32,8 +32,12 @@ PASSES: Mapping[str, tuple[str, ...]] = {
     "reinforce++": ("old", "reference"),
     "gspo": ("old",),
     "ppo": ("old", "reference", "critic"),
+    "direct": (),
 }
-"""Passes of an algorithm beside the update: log-probs of the old policy and of a reference, values of a critic."""
+"""Passes of an algorithm beside the update: log-probs of the old policy and of a reference, values of a critic.
+
+`direct` is any that trains on the engines' own log-probs.
+"""
 
 
 @dataclass(frozen=True)
