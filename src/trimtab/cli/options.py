@@ -60,7 +60,7 @@ EveryOption = Annotated[float, Option("--every", metavar="S", help="Seconds betw
 AtMostOption = Annotated[float | None, Option("--at-most", metavar="S", help="Stop after this time.")]
 DeadlineOption = Annotated[str | None, Option("--deadline", metavar="TIME", help="When it must be over: 30, 90s, 5m.")]
 FrameworkOption = Annotated[
-    str | None, Option("--framework", help="verl, rlinf, nemo_rl or openrlhf.  [default: detected]")
+    str | None, Option("--framework", help="Framework that wrote the log, e.g. verl.  [default: detected]")
 ]
 WarmupOption = Annotated[int, Option("--warmup", help="Steps to skip after every start of a run.")]
 ReasonOption = Annotated[str, Option("--reason", help="Reason, shown in stories.")]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from trimtab.formats.logs.records import LogFramework, StepRecord
 
 UNBOOKED = "no timer"
+WAITS = " (waits)"
 LEAST_SHARE = 0.005
 """Smaller entries are added to `others`."""
 
@@ -76,7 +77,7 @@ def ledger(framework: LogFramework, steps: Iterable[StepRecord], waits: Containe
         for name in [name for name in found if name in waits]:  # beside others: only what they leave
             waited = min(found.pop(name), left)
             left -= waited
-            found[f"{name} (waits)"] = waited
+            found[name + WAITS] = waited
         count, total = count + 1, total + seconds
         for name, some in found.items():
             sums[name] = sums.get(name, 0.0) + some

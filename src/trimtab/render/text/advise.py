@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import LoggedStep
+from trimtab.formats.logs.ledger import UNBOOKED, WAITS
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.compare import DOUBLING
 from trimtab.render.html.kit.labels import known
@@ -108,9 +109,11 @@ def _table(seen: RunPicture) -> Table:
         )
         for part in seen.parts
     ]
-    if seen.other_s is not None and seen.step_s:
-        share = known(seen.other_s / seen.step_s, "{:.0%}".format, "")
-        rows.append(("anything else", "", f"{seen.other_s:.1f}", share, "", "", ""))
+    if (where := seen.ledger) is not None:
+        names = {part.name for part in seen.parts}
+        for name, share in {**where.shares(), UNBOOKED: where.unbooked}.items():
+            if name == UNBOOKED or not names & {name, name.removesuffix(WAITS)}:
+                rows.append((name, "", f"{share * where.step_s:.1f}", f"{share:.0%}", "", "", ""))
     heads = ("component", ">GPUs", ">seconds", ">of the step", ">spread", ">drift", Column(""))
     return text_table(heads, rows, no_wrap=True)
 
@@ -231,6 +234,7 @@ def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any
         "step_seconds": seen.step_s,
         "components": {part.name: picked(part, *PART_KEYS) for part in seen.parts},
         "other_seconds": seen.other_s,
+        "ledger": None if seen.ledger is None else {**seen.ledger.shares(), UNBOOKED: seen.ledger.unbooked},
         "answers": {"mean_tokens": seen.length, "drift": seen.length_drift},
         "placement": [
             {"components": list(group.components), "gpus": group.gpus, "busy_share": group.busy}

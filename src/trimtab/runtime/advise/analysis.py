@@ -19,7 +19,8 @@ from trimtab.formats.logs import measured
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.logs.follow_costs import WEIGHT_SYNC, RunConfig, TimerReading, profile_of, reading_of
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.formats.logs.records import LogFramework
+from trimtab.formats.logs.ledger import StepLedger, ledger
+from trimtab.formats.logs.records import LogFramework, StepRecord
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.run import ReplanRules
 from trimtab.model.workflow import Cluster, Profile
@@ -75,6 +76,7 @@ class RunPicture:
     step_s: float | None
     parts: tuple[ComponentSummary, ...]
     other_s: float | None
+    ledger: StepLedger | None  # of the newest steps without periodic work
     length: float | None
     length_drift: float | None
     sharing: tuple[GpuSharing, ...]
@@ -298,6 +300,7 @@ class AdviceTracker:
             step_s=step_s,
             parts=parts,
             other_s=None if step_s is None or known_s > step_s else step_s - known_s,
+            ledger=self._ledger(newest),
             length=statistics.median(lengths[-self.rules.window :]) if lengths else None,
             length_drift=measured.drift(lengths) if lengths else None,
             sharing=sharing,
@@ -306,6 +309,12 @@ class AdviceTracker:
             advice=self.adviser.advice if self.adviser else None,
             notes=(*(self.adviser.loaded.assumptions if self.adviser else ()), *notes),
         )
+
+    def _ledger(self, steps: Sequence[LoggedStep]) -> StepLedger | None:
+        if self.reading is None:
+            return None
+        records = [StepRecord(step.number, dict(step.values)) for step in steps if not step.extra]
+        return ledger(self.framework, records, self.reading.waits)
 
     def _reason(self) -> Reason:
         if self._unplanned is not None:
