@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.core.errors import TrimtabError
+from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
 from trimtab.render.live import RunDisplay, signal_callbacks
@@ -117,6 +117,8 @@ def run_demo(folder: Path) -> int:
     out.print()
     print_lines(story_lines(run_story))
     out.print(f"report with timeline: {report}", markup=False)
+    if end.state == "failed":
+        raise end.error or UnreachableError(end.reason.sentence)
     return 0 if end.state == "done" else 4
 
 
