@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def commands() -> list[Any]:
 def test_the_commands_of_a_page_run(block: str, tmp_path: Path) -> None:
     # A copy of what the commands may touch, so that running the docs changes nothing in the checkout.
     for name in ("examples", "src"):
-        subprocess.run(["cp", "-r", str(ROOT / name), str(tmp_path)], check=True)
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],
