@@ -34,6 +34,7 @@ RUNS, THINGS, COSTS, MORE = "Runs", "Pools and clusters", "Costs and layers", "M
 COMMANDS = {  # name: module and function or group, panel of the help, its line there
     "plan": ("plan:plan", RUNS, "Find the best placement of every component under measured costs."),
     "estimate": ("estimate:estimate", RUNS, "Estimate seconds, memory and cost of a run before anything is measured."),
+    "check": ("check:check", RUNS, "Say what would kill a run after minutes of loading, before it starts."),
     "run": ("run:run", RUNS, "Run a job, and re-plan when the plan is no longer the best."),
     "advise": ("advise:advise", RUNS, "Show where the step time of a run goes, and which placement is faster."),
     "simulate": ("simulate:simulate", RUNS, "Run policies on simulated clusters, or on the tasks of a journal."),

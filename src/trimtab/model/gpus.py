@@ -21,6 +21,8 @@ class GpuKind:
     inter_node_gbs: float
     gpus_per_node: int = 8
     host_gbs: float = 32.0
+    host_memory_gb: float = 1024.0
+    """Of a node, as servers with this kind are usually sold."""
     source: str = ""
 
     def flops(self, precision: str) -> float:

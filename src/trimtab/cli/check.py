@@ -1,0 +1,72 @@
+"""`trimtab check`: what would kill a run after minutes of loading, before it starts.
+
+Exit status: 0 if it can run (warnings allowed), 3 if not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from trimtab.cli.options import FormatOption
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.render.output import Format, answer
+
+
+def check(
+    file: Annotated[Path, Argument(metavar="CONFIG|JOB", help="A framework's config, a job file or a settings file.")],
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
+    ] = None,
+    gpu: Annotated[str | None, Option("--gpu", help="GPU kind (h100, a100-80, ...), or a YAML file.")] = None,
+    gpus: Annotated[int | None, Option("--gpus", help="GPUs in all, where the file does not say.")] = None,
+    model: Annotated[str | None, Option("--model", help="A model's name, or the folder of its config.json.")] = None,
+    mean_tokens: Annotated[float | None, Option("--mean-tokens", help="Mean of prompt and answer together.")] = None,
+    host_memory: Annotated[
+        float | None, Option("--host-memory-gb", help="Host memory of a node, or a container's limit.")
+    ] = None,
+    version: Annotated[
+        str | None, Option("--framework-version", help="Of the framework (0.4, ...): some rules hold for some.")
+    ] = None,
+    address: Annotated[str | None, Option("--address", "-a", help="Compare with this Ray cluster too.")] = None,
+    form: FormatOption = Format.text,
+) -> None:
+    """Check a config for what would kill its run: memory, sizes that do not divide, options that exclude each other.
+
+    Nothing is started. Each finding names its keys and the cheapest cure first. Exit status 3 if the run cannot
+    start or would die; warnings alone are 0.
+
+    Examples:
+
+        trimtab check grpo.yaml --gpu h100
+
+        trimtab check grpo.yaml --gpu a100-80 actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+
+        trimtab check grpo.yaml --gpu h100 --host-memory-gb 512 --address 10.0.0.1:6379 --format json
+    """
+    from trimtab.formats import check_settings
+    from trimtab.plan.check.check import check as found
+    from trimtab.render.text import check as shown
+
+    given = {
+        "gpu": gpu,
+        "gpus": gpus,
+        "model_name": model,
+        "mean_tokens": mean_tokens,
+        "host_memory": host_memory,
+        "version": version,
+    }
+    for option, value in (("--gpus", gpus), ("--mean-tokens", mean_tokens), ("--host-memory-gb", host_memory)):
+        if value is not None and not 1 <= value < check_settings.MOST:
+            raise InputError(f"{option} is {value:g}, not a number from 1", where="command line")
+    run = check_settings.read(
+        file, overrides or [], {name: value for name, value in given.items() if value is not None}
+    )
+    result = found(run, check_settings.exclusions())
+    data = shown.as_data(run, result)
+    answer(data, form, lambda: shown.show(data))
+    if result.errors:
+        raise typer.Exit(InfeasibleError.exit_status)
