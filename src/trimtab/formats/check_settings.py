@@ -17,8 +17,7 @@ from trimtab.core.errors import InputError, unknown
 from trimtab.formats import catalogue, yaml_text
 from trimtab.formats.frameworks import run_inputs
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
-from trimtab.formats.frameworks.registry import framework_of
-from trimtab.formats.load import overridden, refuse_non_rl
+from trimtab.formats.load import overridden
 from trimtab.model.gpus import BITS
 from trimtab.plan.check.findings import within
 from trimtab.plan.check.gpu_memory import GB, engine_weights
@@ -42,7 +41,11 @@ ROPE: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Keys that change a model's context."""
-FRAMEWORK_NAMES = {"nemo_rl": "nemo-rl"}
+OFFLOADS = ("roll", "slime", "skyrl", "rlinf")
+"""Frameworks that move a trainer's states to the host whenever engines share its GPUs."""
+FRAMEWORK_NAMES = {"nemo_rl": "nemo-rl", "prime_rl": "prime-rl"}
+RENAMED = {"model": "model_name", "samples": "prompts", "train_batch": "mini_batch", "train_tokens": "micro_tokens"}
+"""Of estimates' inputs, where a framework has no rows in `data/check_keys.csv`."""
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "bf16", "fp8_e4m3": "fp8"}
 
 
@@ -61,25 +64,27 @@ def positions(name: str) -> int | None:
 
 def read(path: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> RunSetup:
     """A run as its config and the command line state it."""
-    data = yaml_text.parse(yaml_text.read_text(path), str(path))
+    data = yaml_text.parse_config(yaml_text.read_text(path), str(path))
     if isinstance(data, Mapping) and is_settings(data):
         return build({**settings(overridden(data, overrides), str(path)), **given}, {}, data, str(path))
-    composed = compose(path, overrides)
-    framework = framework_of(composed.reader)
+    inputs, framework = run_inputs.read_with_framework(path, overrides)
+    values = flattened(inputs)
+    for name, own in RENAMED.items():
+        if name in values:
+            values[own] = values.pop(name)
     if framework is None:
-        return build({**flattened(run_inputs.read(path, overrides)), **given}, {}, {}, str(path))
-    refuse_non_rl(composed.config, str(path))
+        return build({**values, **given}, {}, {}, str(path))
     name = FRAMEWORK_NAMES.get(framework.NAME, framework.NAME)
-    values = flattened(run_inputs.READERS[framework](composed.reader)) if framework in run_inputs.READERS else {}
-    values.pop("model", None)
+    composed = compose(path, overrides)
     stated, keys = from_table(name, composed.reader)
-    values.update(stated)
-    values["version"] = str(given.get("version") or "")
+    values = {**values, **stated, "framework": name, "version": str(given.get("version") or "")}
     if given.get("model_name"):
         keys.pop("model_name", None)
     if name in ODD:
         ODD[name](composed.reader, values, keys)
-    values["framework"] = name
+    else:
+        moved = name in OFFLOADS and not values.get("rollout_gpus")
+        values.update(in_part=True, train_uneven_stages=True, train_offload_weights=moved, train_offload_optimizer=moved)
     wanted = {key for row in exclusions() if row.framework == name for key in row.when}
     options = {key: _option(composed.reader, key) for key in wanted}
     setup = build({**values, **given}, keys, options, str(path))
@@ -229,7 +234,8 @@ def _verl(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]) ->
         values.pop("train_shards", None)
     elif values["train_shards"] < 1:
         values.pop("train_shards")
-    values["critic"] = str(_option(reader, "algorithm.adv_estimator") or "gae") == "gae"
+    estimator = _option(reader, "algorithm.adv_estimator")
+    values["critic"] = estimator == "gae" or (estimator is None and reader.has("critic"))
     saves = _option(reader, "trainer.save_freq")
     values["train_save_copies"] = isinstance(saves, int) and saves > 0 and not megatron
     version = str(values.get("version") or "")

@@ -12,7 +12,6 @@ from trimtab.plan.check.setup import RunSetup
 from trimtab.plan.estimate.phases import Phase
 
 RULES: tuple[CheckRule, ...] = (*sizes.RULES, *cache_rules.RULES, *gpu_rules.RULES, *host_rules.RULES)
-MEMORY = ("gpu memory", "sleep and wake", "kv cache")
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,8 @@ def check(run: RunSetup, exclusions: tuple[Exclusion, ...] = ()) -> CheckAnswer:
     # Where sizes do not divide there is no layout whose memory could be summed up.
     broken = any(finding.severity == "error" and finding.rule in LAYOUT for finding in sized)
     rest = [] if broken else [*_found(run, (*cache_rules.RULES, *gpu_rules.RULES, *host_rules.RULES))]
+    if run.in_part:
+        rest = [replace(finding, severity="warning") for finding in rest]
     findings = sorted([*sized, *rest], key=lambda finding: finding.severity)
     return CheckAnswer(
         tuple(findings),
@@ -57,6 +58,8 @@ def _unchecked(run: RunSetup, *, broken: bool) -> Iterator[str]:
     if broken:
         yield "memory: the parallel sizes make no layout"
         return
+    if run.in_part:
+        yield f"all memory: sizes are read from {run.framework}'s configs, not every setting; findings of memory warn only"
     if run.model is None:
         yield f"heads, layers and memory: the model {run.model_name or 'is not stated'} is not known; give --model"
     if run.gpu is None:

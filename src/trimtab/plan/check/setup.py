@@ -98,6 +98,8 @@ class RunSetup:
     train_loads_everywhere: bool = False
     train_save_copies: bool = False
 
+    in_part: bool = False
+    """The config is read in part: what a memory rule misses may be stated in keys that are not read."""
     options: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
 
