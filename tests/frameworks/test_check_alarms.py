@@ -1,7 +1,7 @@
 """Configs that the frameworks publish with their hardware are not alarmed at.
 
-FRAMEWORKS_DIR names a folder with a checkout `nemo-rl`, whose recipes name nodes and GPUs in their file names: eight of a
-node are H100-80, four are GB200. A recipe whose model is not in the table of models is not counted.
+FRAMEWORKS_DIR names a folder with a checkout `nemo-rl`, whose recipes name nodes and GPUs in their file names: eight of
+a node are H100-80, four are GB200. A recipe whose model is not in the table of models is not counted.
 """
 
 from __future__ import annotations

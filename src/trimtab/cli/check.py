@@ -6,21 +6,22 @@ Exit status: 0 if it can run (warnings allowed), 3 if not.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from trimtab.cli.options import FormatOption
+from trimtab.cli.options import FormatOption, OverridesArgument
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.render.output import Format, answer
 
+if TYPE_CHECKING:
+    from trimtab.plan.check.cluster_rules import LiveNode
+
 
 def check(
-    file: Annotated[Path, Argument(metavar="CONFIG|JOB", help="A framework's config, a job file or a settings file.")],
-    overrides: Annotated[
-        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
-    ] = None,
+    file: Annotated[Path, Argument(metavar="FILE", help="A framework's config, a job file or a settings file.")],
+    overrides: OverridesArgument = None,
     gpu: Annotated[str | None, Option("--gpu", help="GPU kind (h100, a100-80, ...), or a YAML file.")] = None,
     gpus: Annotated[int | None, Option("--gpus", help="GPUs in all, where the file does not say.")] = None,
     model: Annotated[str | None, Option("--model", help="A model's name, or the folder of its config.json.")] = None,
@@ -31,7 +32,9 @@ def check(
     version: Annotated[
         str | None, Option("--framework-version", help="Of the framework (0.4, ...): some rules hold for some.")
     ] = None,
-    address: Annotated[str | None, Option("--address", "-a", help="Compare with this Ray cluster too.")] = None,
+    address: Annotated[
+        str | None, Option("--address", "-a", help="Ray cluster to compare with, too: host:6379, or auto.")
+    ] = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Check a config for what would kill its run: memory, sizes that do not divide, options that exclude each other.
@@ -65,8 +68,27 @@ def check(
     run = check_settings.read(
         file, overrides or [], {name: value for name, value in given.items() if value is not None}
     )
-    result = found(run, check_settings.exclusions())
+    result = found(run, check_settings.exclusions(), _nodes(address))
     data = shown.as_data(run, result)
     answer(data, form, lambda: shown.show(data))
     if result.errors:
         raise typer.Exit(InfeasibleError.exit_status)
+
+
+def _nodes(address: str | None) -> tuple[LiveNode, ...]:
+    """The cluster's nodes, none without an address."""
+    if address is None:
+        return ()
+    from trimtab.plan.check.cluster_rules import LiveNode
+    from trimtab.runtime.rayapi.gcs_snapshot import GcsReader, find
+
+    nodes = GcsReader(find(address)).alive()
+    return tuple(
+        LiveNode(
+            node.name or node.address,
+            int(node.resources.get("GPU", 0)),
+            node.resources.get("memory", 0.0) / 2**30,
+            node.resources.get("object_store_memory", 0.0) / 2**30,
+        )
+        for node in nodes
+    )

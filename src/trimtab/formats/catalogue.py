@@ -51,7 +51,7 @@ def canonical(name: str) -> str | None:
 def model(name: str) -> tuple[str, Architecture]:
     """(name, architecture) of a table's name or of a path."""
     path = Path(name)
-    if path.is_dir() or path.suffix == ".json":
+    if path.suffix == ".json" or _is_folder(path):
         return path.parent.name if path.suffix == ".json" else path.name, read_config(path)
     known = canonical(name)
     if known is None:
@@ -60,6 +60,13 @@ def model(name: str) -> tuple[str, Architecture]:
         raise unknown(bare, words, what="unknown model {}: give a name of the table or a folder with a config.json")
     row = next(row for row in table("models") if row["name"] == known)
     return known, from_config(config_of(row), known)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def config_of(row: Mapping[str, str]) -> dict[str, Any]:

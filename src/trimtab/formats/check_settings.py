@@ -17,7 +17,6 @@ from trimtab.core.errors import InputError, unknown
 from trimtab.formats import catalogue, yaml_text
 from trimtab.formats.frameworks import run_inputs
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
-from trimtab.formats.load import overridden
 from trimtab.model.gpus import BITS
 from trimtab.plan.check.findings import within
 from trimtab.plan.check.gpu_memory import GB, engine_weights
@@ -66,7 +65,7 @@ def read(path: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> RunS
     """A run as its config and the command line state it."""
     data = yaml_text.parse_config(yaml_text.read_text(path), str(path))
     if isinstance(data, Mapping) and is_settings(data):
-        return build({**settings(overridden(data, overrides), str(path)), **given}, {}, data, str(path))
+        return build({**settings(yaml_text.overridden(data, overrides), str(path)), **given}, {}, data, str(path))
     inputs, framework = run_inputs.read_with_framework(path, overrides)
     values = flattened(inputs)
     for name, own in RENAMED.items():
@@ -84,7 +83,9 @@ def read(path: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> RunS
         ODD[name](composed.reader, values, keys)
     else:
         moved = name in OFFLOADS and not values.get("rollout_gpus")
-        values.update(in_part=True, train_uneven_stages=True, train_offload_weights=moved, train_offload_optimizer=moved)
+        values.update(
+            in_part=True, train_uneven_stages=True, train_offload_weights=moved, train_offload_optimizer=moved
+        )
     wanted = {key for row in exclusions() if row.framework == name for key in row.when}
     options = {key: _option(composed.reader, key) for key in wanted}
     setup = build({**values, **given}, keys, options, str(path))

@@ -18,7 +18,7 @@ from run_report_samples import NAMES, eventful
 from trimtab.cli.simulate import read_journal_path
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
-from trimtab.formats import catalogue, job, load, profile_file, sections
+from trimtab.formats import catalogue, check_settings, job, load, profile_file, sections
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.frameworks.registry import FRAMEWORKS
 from trimtab.formats.job import RunSection
@@ -29,7 +29,9 @@ from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.pipeline import layer_files, pipeedge
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
+from trimtab.formats.write_back import nested
 from trimtab.formats.yaml_text import Source
+from trimtab.plan.check.check import check
 from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
 from trimtab.replay.journal.record import read_record
@@ -339,6 +341,18 @@ def _models(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     return [json.loads(text), text], _file(folder, "config.json", catalogue.read_config)
 
 
+def _checks(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Settings and configs of runs that died, read and judged."""
+    files = [DATA / "died" / f"{name}.yaml" for name in ("rllm-93", "skypilot-10269", "verl-855", "openrlhf-1013")]
+    cases = [_tree(file) for file in files]
+    texts = [case["settings"] if "settings" in case else nested(case["config"]) for case in cases]
+
+    def judged(path: Path) -> Any:
+        return check(check_settings.read(path, [], {"gpu": "h100"}), check_settings.exclusions())
+
+    return [*texts, as_yaml(texts[0]).encode()], _file(folder, "run.yaml", judged)
+
+
 # ---- traces and scenarios --------------------------------------------------------------------------------------------
 
 
@@ -474,6 +488,7 @@ TARGETS = [
     Target("profile file as text", _profile_texts, _yaml_texts, long=3_000, short=40),
     Target("layer file", _layers, _yaml_texts),
     Target("model config", _models, _yaml_texts),
+    Target("run to check", _checks, _yaml_texts, long=2_000, short=40),
     Target("job trace", _trace(_job_traces, "submit_s,duration_s,gpus", "0,10,1", "5,20,8", "6,1e3,2"), _texts),
     Target("request trace", _trace(_request_traces, "arrival_ms,input_tokens,output_tokens,hash_ids", "0,10,3,1 2",
                                    "7,100,20,3 4"), _texts),

@@ -7,6 +7,7 @@ import pytest
 from trimtab.formats import catalogue, check_settings
 from trimtab.plan.check import cache_rules, gpu_memory, host_rules, sizes
 from trimtab.plan.check.check import RULES, CheckAnswer, check
+from trimtab.plan.check.cluster_rules import LiveNode
 from trimtab.plan.check.findings import within
 from trimtab.plan.check.options import Exclusion, found, matches
 from trimtab.plan.check.setup import RunSetup
@@ -243,3 +244,22 @@ def _fitting(wanted: object) -> object:
     if isinstance(wanted, str):
         return words.get(wanted, float(wanted[2:]) + 1 if wanted.startswith("> ") else wanted)
     return wanted
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ((LiveNode("a", 4, 2000.0, 100.0),), "the cluster has 4 GPUs, the run asks for 8"),
+        ((LiveNode("a", 4, 2000.0, 100.0), LiveNode("b", 4, 2000.0, 100.0)), "1 times 8 GPUs of one node"),
+        ((LiveNode("a", 8, 200.0, 100.0),), "--host-memory-gb 200"),
+        ((LiveNode("a", 8, 2000.0, 0.3),), "object stores"),
+    ],
+)
+def test_a_cluster_that_cannot_hold_the_run_is_named(nodes: tuple[LiveNode, ...], words: str) -> None:
+    (finding,) = (found for found in check(BASE, (), nodes).findings if found.cause == "ray")
+    said = " ".join([finding.what, finding.why, *(cure.text(BASE) for cure in finding.cures)])
+    assert words in said
+
+
+def test_a_cluster_that_holds_the_run_is_not_named() -> None:
+    assert not check(BASE, (), (LiveNode("a", 8, 2000.0, 200.0),)).findings

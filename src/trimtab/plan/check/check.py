@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trimtab.plan.check import cache_rules, gpu_memory, gpu_rules, host_rules, options, sizes
+from trimtab.plan.check import cache_rules, cluster_rules, gpu_memory, gpu_rules, host_rules, options, sizes
+from trimtab.plan.check.cluster_rules import LiveNode
 from trimtab.plan.check.findings import CheckFinding, CheckRule
 from trimtab.plan.check.options import Exclusion
 from trimtab.plan.check.setup import RunSetup
@@ -28,8 +29,9 @@ class CheckAnswer:
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
 
-def check(run: RunSetup, exclusions: tuple[Exclusion, ...] = ()) -> CheckAnswer:
-    sized = [*_found(run, sizes.RULES), *options.found(run, exclusions)]
+def check(run: RunSetup, exclusions: tuple[Exclusion, ...] = (), nodes: tuple[LiveNode, ...] = ()) -> CheckAnswer:
+    """Findings of all rules that hold for the run; `nodes` are those of a Ray cluster that is to run it."""
+    sized = [*_found(run, sizes.RULES), *options.found(run, exclusions), *cluster_rules.found(run, nodes)]
     # Where sizes do not divide there is no layout whose memory could be summed up.
     broken = any(finding.severity == "error" and finding.rule in LAYOUT for finding in sized)
     rest = [] if broken else [*_found(run, (*cache_rules.RULES, *gpu_rules.RULES, *host_rules.RULES))]
@@ -59,7 +61,7 @@ def _unchecked(run: RunSetup, *, broken: bool) -> Iterator[str]:
         yield "memory: the parallel sizes make no layout"
         return
     if run.in_part:
-        yield f"all memory: sizes are read from {run.framework}'s configs, not every setting; findings of memory warn only"
+        yield f"all memory: of {run.framework}'s configs the sizes are read, so that findings of memory only warn"
     if run.model is None:
         yield f"heads, layers and memory: the model {run.model_name or 'is not stated'} is not known; give --model"
     if run.gpu is None:

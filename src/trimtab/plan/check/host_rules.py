@@ -25,8 +25,8 @@ PINNED = 4 / 3
 """PyTorch rounds a pinned buffer up to a power of two: a third more on average."""
 CPU_ADAM_BYTES = 16.0
 """fp32 weight, gradient and two moments."""
-TOKEN_BYTES = 64.0 * 3
-"""Of a sample in the object store, in the driver and in a worker: eight padded columns of 8 bytes."""
+TOKEN_BYTES, BATCH_COPIES = 64.0, 3
+"""Of a padded sample: eight columns of 8 bytes; in the object store, in the driver and in a worker."""
 LOADED_BYTES = 2.0
 
 CHANGES = (
@@ -65,7 +65,7 @@ def phases(run: RunSetup) -> Iterator[Phase]:
     loads = ("loading", gpu_memory.states(run, model).weights * trainers if sharded else once * copies)
     limit = run.host_memory * MONITOR
     yield Phase("loading", _kept([*base, backup, loads]), limit, 0.0)
-    tokens = (run.samples or 0) * (run.longest or 0) * TOKEN_BYTES / GB
+    tokens = (run.samples or 0) * (run.longest or 0) * TOKEN_BYTES * BATCH_COPIES / GB
     nodes = max(1, run.gpus // node)
     batch = ("batch", tokens if nodes == 1 else tokens / 2)
     yield Phase("a step", _kept([*base, backup, *states, batch]), limit, 0.0)

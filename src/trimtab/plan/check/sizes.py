@@ -11,6 +11,8 @@ from trimtab.plan.check.findings import CheckFinding, CheckRule, Remedy
 from trimtab.plan.check.setup import RunSetup
 
 NO_COST = "nothing"
+LARGEST = 65_536
+"""Parallel size or batch that is proposed."""
 ADVANTAGE_BY_GROUP = ("grpo", "dapo", "gspo", "rloo", "gpg", "cispo")
 
 
@@ -20,7 +22,7 @@ def _divides(total: int, by: int) -> bool:
 
 def near_divisors(total: int, wanted: int, most: int | None = None) -> list[int]:
     """Divisors of a number, the nearest to the wanted one first, then the smaller one."""
-    found = [size for size in range(1, min(total, most or total) + 1) if total % size == 0]
+    found = [size for size in range(1, min(total, most or total, LARGEST) + 1) if total % size == 0]
     return sorted((size for size in found if size != wanted), key=lambda size: (abs(size - wanted), size))
 
 

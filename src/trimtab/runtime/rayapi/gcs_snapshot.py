@@ -138,6 +138,15 @@ class GcsReader:
         except Exception as fault:
             raise _unreachable(self.address, fault) from fault
 
+    def alive(self) -> tuple[RayNode, ...]:
+        """Nodes with all of their resources by Ray's names. UnreachableError if the cluster is gone."""
+        _check_is_ray(self.address)
+        try:
+            found = tuple(RayNode.of(row) for row in self._tables.get_node_table())
+        except Exception as fault:
+            raise _unreachable(self.address, fault) from fault
+        return tuple(node for node in found if node.alive)
+
     def _look(self) -> GcsSnapshot:
         from ray.core.generated import autoscaler_pb2, gcs_pb2
 
