@@ -16,8 +16,8 @@ from typing import Any
 from trimtab.core.errors import InputError, unknown
 from trimtab.formats import catalogue, yaml_text
 from trimtab.formats.frameworks import run_inputs
-from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
-from trimtab.formats.launch.read import composed_launch, is_launch
+from trimtab.formats.frameworks.hydra_config import ConfigReader
+from trimtab.formats.launch.read import composed_config, is_launch
 from trimtab.model.gpus import BITS
 from trimtab.plan.check.findings import within
 from trimtab.plan.check.gpu_memory import GB, engine_weights
@@ -64,8 +64,7 @@ def positions(name: str) -> int | None:
 
 def read(path: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> RunSetup:
     """A run as its config and the command line state it."""
-    launched = is_launch(path, overrides)
-    if not launched:
+    if not is_launch(path, overrides):
         data = yaml_text.parse_config(yaml_text.read_text(path), str(path))
         if isinstance(data, Mapping) and is_settings(data):
             return build({**settings(yaml_text.overridden(data, overrides), str(path)), **given}, {}, data, str(path))
@@ -77,7 +76,7 @@ def read(path: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> RunS
     if framework is None:
         return build({**values, **given}, {}, {}, str(path))
     name = FRAMEWORK_NAMES.get(framework.NAME, framework.NAME)
-    composed = composed_launch(path, overrides) if launched else compose(path, overrides)
+    composed = composed_config(path, overrides)
     stated, keys = from_table(name, composed.reader)
     values = {**values, **stated, "framework": name, "version": str(given.get("version") or "")}
     if given.get("model_name"):
