@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.truth import fit, rows
+from bench.truth import choosing, fit, rows
 from bench.truth.fit import Errors
 from bench.truth.rows import StepRow
 from trimtab.plan.estimate.constants import Constants
@@ -156,6 +156,24 @@ def one_measured(judge: Judge, *, same_gpu: bool = False) -> Errors:
     return np.array(found)
 
 
+def choosing_scores(judge: Judge) -> list[Score]:
+    found = choosing.alternatives(judge.constants)
+    lines = []
+    for complete, what in ((True, "complete rows"), (False, "rows with assumptions")):
+        regret = [each.regret for each in found if each.complete is complete]
+        share = float(np.mean([value <= choosing.NEAR for value in regret]))
+        name = f"choice on the same GPUs within 10% of the best, {what}"
+        lines.append(Score(name, len(regret), f"{share:.0%}", "", ">= 90%", share >= 0.9))
+    counts = choosing.smallest_counts(_memory)
+    dead = [each for each in counts if each.outcome != "runs" and each.cure != "settings"]
+    wrong = sum(each.wrong for each in dead)
+    lines.append(Score("smallest count that was reported to die", len(dead), f"{wrong}", "", "0", wrong == 0))
+    ratios = [each.chosen / each.reported for each in counts if each.outcome == "runs"]
+    text = f"{min(ratios):g}x to {max(ratios):g}x"
+    lines.append(Score("smallest count over the least published one", len(ratios), text))
+    return lines
+
+
 def serving_scores() -> list[Score]:
     points, work = rows.serving_points()
     measured = np.array([point.value for point in points])
@@ -244,6 +262,7 @@ def scores() -> list[Score]:
     judge = Judge()
     return [
         *step_scores(judge),
+        *choosing_scores(judge),
         *serving_scores(),
         *trainer_scores(judge),
         *sync_scores(),
@@ -271,6 +290,12 @@ def main() -> None:
     for row in judged:
         took = judge.step(row)
         print(f"  {row.label:66} measured {row.seconds:7.1f}  estimated {took:7.1f}  {took / row.seconds - 1:+.0%}")
+    print("\nPublished alternatives on the same GPUs, how much slower the chosen one is than the best")
+    for each in choosing.alternatives(judge.constants):
+        print(f"  {each.label:66} of {each.count} {'' if each.complete else '(assumed) '}{each.regret:+.0%}")
+    print("\nSmallest number of GPUs")
+    for count in choosing.smallest_counts(_memory):
+        print(f"  {count.chosen:>4} chosen, {count.outcome} on {count.reported:<4} {count.cure:9} {count.label}")
     print(f"\n{len(others)} steps that are not scored, with what they do not state:")
     for label, lacking in others:
         print(f"  {label:66} {', '.join(lacking)}")

@@ -15,7 +15,7 @@ from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate.lengths import Lengths
 from trimtab.plan.estimate.serving import EngineReplica, Work, decode_work
-from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
+from trimtab.plan.estimate.step import DYNAMIC_SAMPLING, PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
 from trimtab.plan.estimate.training import Trainer
 
 FOLDER = Path(__file__).parent
@@ -63,7 +63,7 @@ def family(model: str) -> str:
 def missing(row: Mapping[str, str]) -> list[str]:
     """What a published step does not state and an estimate needs."""
     parts = []
-    if catalogue.canonical(_bare(row["model"])) is None:
+    if catalogue.canonical(bare(row["model"])) is None:
         parts.append("a model of the table")
     try:
         catalogue.gpu(row["gpu"])
@@ -77,7 +77,7 @@ def missing(row: Mapping[str, str]) -> list[str]:
     return parts
 
 
-def _bare(model: str) -> str:
+def bare(model: str) -> str:
     return re.sub(r" (FP8|RL-Zero|RL-Think|GSM8K|ReTool multi-turn|671B)$", "", model)
 
 
@@ -93,13 +93,13 @@ def step_rows() -> tuple[list[StepRow], list[tuple[str, list[str]]]]:
             continue
         names = {"generate": "gen_s", "old log-probs": "old_logprob_s", "reference log-probs": "ref_s"}
         stages = {name: float(row[key]) for name, key in (*names.items(), ("update", "update_s")) if row[key].strip()}
-        complete.append(StepRow(row, family(_bare(row["model"])), run_of(row), float(row["step_s"]), stages))
+        complete.append(StepRow(row, family(bare(row["model"])), run_of(row), float(row["step_s"]), stages))
     return complete, others
 
 
 def run_of(row: Mapping[str, str]) -> RunInputs:
     """The inputs of a published step; what is not stated is as in the framework's recipe for the model."""
-    model = catalogue.model(_bare(row["model"]))[1]
+    model = catalogue.model(bare(row["model"]))[1]
     gpu = catalogue.gpu(row["gpu"])
     gpus, apart = int(row["gpus"]), int(row["gen_gpus_if_separate"] or 0)
     rollout, _, train = row["parallelism"].partition(";")
@@ -127,6 +127,7 @@ def run_of(row: Mapping[str, str]) -> RunInputs:
         passes=PASSES[row["algorithm"].lower()],
         transport="packed" if nemo else "broadcast",
         release=row["framework"],
+        oversample=DYNAMIC_SAMPLING if nemo and row["algorithm"] == "DAPO" else 1.0,
         memory_fraction=SEPARATE_FRACTION if apart else SHARED_FRACTION,
     )
 

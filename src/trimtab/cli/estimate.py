@@ -61,6 +61,9 @@ def estimate(
     judge_seconds: Annotated[
         float | None, typer.Option("--judge-seconds", help="That a judge on GPUs of its own adds to a rollout.")
     ] = None,
+    oversample: Annotated[
+        float | None, typer.Option("--oversample", help="Answers decoded for each trained on (dynamic sampling).")
+    ] = None,
     measured: Annotated[
         Path | None, typer.Option("--measured", help="A profile, or a run's folder: its seconds scale the model.")
     ] = None,
@@ -99,7 +102,8 @@ def estimate(
     found = compute(settings.run, CONSTANTS, settings.offload, _profile(measured))
     if measured is not None and not found.measured:
         raise InputError("no component in it is a stage of this run, or has times without waits", where=str(measured))
-    data = shown.as_data(settings, found, steps, price, shown.near_rows(settings))
+    larger = [compute(run, CONSTANTS, settings.offload) for run in settings.larger]
+    data = shown.as_data(settings, found, steps, price, shown.near_rows(settings), larger)
     answer(data, form, lambda: shown.show(data))
     _refuse_what_does_not_fit(found)
 

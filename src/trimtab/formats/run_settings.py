@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +12,27 @@ from trimtab.core.errors import InputError, unknown
 from trimtab.formats import catalogue
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import BITS, GpuKind
+from trimtab.plan.estimate import choose
+from trimtab.plan.estimate.choose import Freedom
+from trimtab.plan.estimate.constants import CONSTANTS, Constants
 from trimtab.plan.estimate.lengths import Lengths
 from trimtab.plan.estimate.serving import EngineReplica, weight_bytes
-from trimtab.plan.estimate.step import PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
+from trimtab.plan.estimate.step import DYNAMIC_SAMPLING, PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
 from trimtab.plan.estimate.training import Trainer
 
 MODES = ("sync", "async", "colocate", "separate")
 FRAMEWORKS = ("verl", "nemo-rl", "openrlhf", "slime", "areal", "skyrl", "prime-rl", "rlinf", "trl", "roll")
+BACKENDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("openrlhf", "trl", "prime-rl"), ("fsdp",)),
+    "slime": ("megatron",),
+}
+"""Of frameworks that have only one kind of training; others have both."""
 TRANSPORTS = {"nemo-rl": "packed", "slime": "packed", "areal": "packed", "prime-rl": "packed"}
 ROLLOUT_WORDS = ("tp", "dp", "precision", "kv", "memory", "sequences", "backend")
 TRAIN_WORDS = ("tp", "pp", "cp", "ep", "dp", "lora", "backend", "recompute", "precision", "tokens", "epochs", "offload")
 SYNCS = ("broadcast", "packed", "delta")
 MOST = 10**9
+MOST_OVERSAMPLED = 100
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,8 @@ class Settings:
     algorithm: str
     offload: str
     assumed: tuple[str, ...]
+    larger: tuple[RunInputs, ...] = ()
+    """Twice and four times the GPUs, where their number was chosen."""
 
 
 def parallel(text: str, option: str, words: tuple[str, ...]) -> dict[str, Any]:
@@ -54,20 +66,21 @@ def merged(inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         key: {**inputs.get(key, {}), **parallel(given.get(key, ""), f"--{key}", known)}
         for key, known in (("rollout", ROLLOUT_WORDS), ("train", TRAIN_WORDS))
     }
-    return {**inputs, **given, **words}
+    return {**inputs, **given, **words, "config": "framework" in inputs}
 
 
-def build(given: Mapping[str, Any]) -> Settings:
+def build(given: Mapping[str, Any], c: Constants = CONSTANTS) -> Settings:
     """The run that the inputs describe; what is missing is chosen, and listed."""
-    return _Builder(dict(given)).settings()
+    return _Builder(dict(given), c).settings()
 
 
 class _Builder:
     """State while the inputs are completed."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
+    def __init__(self, given: dict[str, Any], c: Constants) -> None:
+        self.given, self.c = given, c
         self.assumed: list[str] = []
+        self.free: Freedom | None = None
         self.rollout: dict[str, Any] = dict(given.get("rollout") or {})
         self.train: dict[str, Any] = dict(given.get("train") or {})
 
@@ -82,10 +95,14 @@ class _Builder:
         framework = self._one_of("framework", FRAMEWORKS, "verl", alias={"nemo_rl": "nemo-rl", "nemo": "nemo-rl"})
         algorithm = self._one_of("algorithm", tuple(PASSES), "grpo")
         mode = self._one_of("mode", MODES, "sync")
-        gpus = self._count("gpus", gpu.gpus_per_node)
+        gpus = self._count("gpus", None)
+        free = self.free = self._freedom(framework, mode)
+        counted = gpus is not None or free is None
+        if gpus is None:
+            gpus = self._compatible(gpu, said=counted)
         apart = self._apart(mode, gpus)
-        samples = self._count("samples", 1024)
-        batch = self._count("train_batch", samples)
+        samples = self._count("samples", 1024) or 0
+        batch = self._count("train_batch", samples) or 0
         lengths = self._lengths()
         engine = self._engine(model, rollout_gpu, apart or gpus, shared=not apart)
         trainer = self._trainer(model, gpu, gpus - apart, lengths, framework)
@@ -121,11 +138,66 @@ class _Builder:
             tool_seconds=self._number("tool_seconds", 0.0),
             image_tokens=self._number("image_tokens", 0.0),
             judge_seconds=self._number("judge_seconds", 0.0),
+            oversample=self._oversample(algorithm),
         )
         offload = str(self.train.get("offload", "all"))
         if offload not in ("none", "optimizer", "all"):
             raise unknown(offload, ("none", "optimizer", "all"), where="command line: --train")
-        return Settings(run, name, framework, algorithm, offload, tuple(self.assumed))
+        larger: tuple[RunInputs, ...] = ()
+        if free is not None:
+            run = self._chosen(run, free, offload, counted=counted)
+            if not counted:
+                sizes = (choose.choose(choose.on(run, size * run.gpus), free, offload, self.c) for size in (2, 4))
+                larger = tuple(size for size in sizes if size is not None)
+        return Settings(run, name, framework, algorithm, offload, tuple(self.assumed), larger)
+
+    def _compatible(self, gpu: GpuKind, *, said: bool) -> int:
+        """GPUs of a run whose number is not given: a node, or what the given parallelism needs."""
+        split = math.prod(self._whole(self.train, name, 1) for name in ("tp", "pp", "cp"))
+        engine = self._whole(self.rollout, "tp", 1) * self._whole(self.rollout, "dp", 1)
+        most = max(gpu.gpus_per_node, math.lcm(min(split, MOST), min(engine, MOST)))
+        apart = self.given.get("rollout_gpus")
+        if apart is not None:
+            most = math.lcm(most, 2 * self._whole({"rollout GPUs": apart}, "rollout GPUs", 1))
+        if said:
+            self.assumed.append(f"GPUs: {most}")
+        return most
+
+    def _freedom(self, framework: str, mode: str) -> Freedom | None:
+        """What may be chosen; a framework's config has values for everything, so that nothing is free."""
+        if self.given.get("config"):
+            return None
+        own = BACKENDS.get(framework, ("fsdp", "megatron"))
+        backend = self.train.get("backend")
+        return Freedom(
+            engine=not {"tp", "dp"} & set(self.rollout),
+            fraction="memory" not in self.rollout,
+            trainer=not {"tp", "pp", "cp", "ep", "dp"} & set(self.train),
+            micro_batch="tokens" not in self.train,
+            split=mode in ("async", "separate") and self.given.get("rollout_gpus") is None,
+            backends=(str(backend),) if backend else own,
+        )
+
+    def _chosen(self, run: RunInputs, free: Freedom, offload: str, *, counted: bool) -> RunInputs:
+        """The run with what was free chosen; as it is where nothing fits, so that the answer shows what is lacking."""
+        found = (choose.choose if counted else choose.smallest)(run, free, offload, self.c)
+        why = "the fastest that fits" if found else "nothing fits"
+        run = found or run
+        trainer, engine = run.trainer, run.engine
+        if not counted:
+            self.assumed.append(f"GPUs: {run.gpus}, " + ("the smallest number on which a run fits" if found else why))
+        if free.split:
+            self.assumed.append(f"GPUs of rollout alone: {run.rollout_gpus}, {why}")
+        words = [f"tp={engine.tp}"] * free.engine + [f"memory={run.memory_fraction:g}"] * free.fraction
+        if words:
+            self.assumed.append(f"rollout: {','.join(words)}, {why}")
+        words = ["backend=fsdp" if trainer.fsdp else "backend=megatron"] if free.trainer else []
+        sizes = {name: getattr(trainer, name) for name in ("tp", "pp", "cp", "ep")}
+        words += [f"{name}={size}" for name, size in sizes.items() if free.trainer and size > 1]
+        words += [f"tokens={trainer.micro_tokens:.0f}"] * free.micro_batch
+        if words:
+            self.assumed.append(f"training: {','.join(words)}, {why}")
+        return run
 
     def _one_of(self, key: str, words: tuple[str, ...], default: str, alias: Mapping[str, str] | None = None) -> str:
         value = self.given.get(key)
@@ -146,10 +218,20 @@ class _Builder:
             raise InputError(f"--{key.replace('_', '-')} is {value}, not a number from 0 to {MOST:,}")
         return float(value)
 
-    def _count(self, key: str, default: int) -> int:
+    def _oversample(self, algorithm: str) -> float:
+        if algorithm == "dapo" and self.given.get("oversample") is None:
+            self.assumed.append(f"dynamic sampling: {DYNAMIC_SAMPLING:g} answers decoded for each that is trained on")
+            return DYNAMIC_SAMPLING
+        times = self._number("oversample", 1.0)
+        if not 1 <= times <= MOST_OVERSAMPLED:
+            raise InputError(f"--oversample is {times:g}, not a factor from 1 to {MOST_OVERSAMPLED}")
+        return times
+
+    def _count(self, key: str, default: int | None) -> int | None:
         value = self.given.get(key)
         if value is None:
-            self.assumed.append(f"{key.replace('_', ' ')}: {default:,}")
+            if default is not None:
+                self.assumed.append(f"{key.replace('_', ' ')}: {default:,}")
             return default
         if not 1 <= int(value) < MOST:
             raise InputError(f"--{key.replace('_', '-')} is {value}, not a count from 1 to {MOST:,}")
@@ -160,8 +242,7 @@ class _Builder:
         if mode in ("sync", "colocate") and value is None:
             return 0
         if value is None:
-            value = gpus // 2
-            self.assumed.append(f"GPUs of rollout alone: {value}, half of them")
+            value = max(1, gpus // 2)
         if not 1 <= int(value) < gpus:
             raise InputError(f"--rollout-gpus {value} leaves no GPU for one side of {gpus}", hint="give more --gpus")
         return int(value)
@@ -192,7 +273,8 @@ class _Builder:
             room = gpu.memory_gb * (SHARED_FRACTION if shared else SEPARATE_FRACTION) * 0.6 * 2**30
             needed = weight_bytes(model, precision) / room
             tp = next((size for size in range(1, gpus + 1) if gpus % size == 0 and size >= needed), gpus)
-            self.assumed.append(f"rollout: tensor-parallel size {tp}")
+            if self.free is None or not self.free.engine:
+                self.assumed.append(f"rollout: tensor-parallel size {tp}")
         # With dp, attention is divided by requests and experts are over all tp x dp GPUs; a dense engine is a replica.
         wide = self._whole(self.rollout, "dp", 1) if model.experts else 1
         if gpus % (tp * wide):
@@ -206,7 +288,7 @@ class _Builder:
         backend = str(self.train.get("backend") or ("megatron" if max(sizes.values()) > 1 else "fsdp"))
         if backend not in ("fsdp", "megatron"):
             raise unknown(backend, ("fsdp", "megatron"), where="--train")
-        if "backend" not in self.train:
+        if "backend" not in self.train and (self.free is None or not self.free.trainer):
             self.assumed.append(f"training: {backend}")
         split = sizes["tp"] * sizes["pp"] * sizes["cp"]
         if gpus % split or gpus != split * self._whole(self.train, "dp", gpus // split):
@@ -252,5 +334,6 @@ class _Builder:
 
     def _fraction(self, *, shared: bool) -> float:
         share = SHARED_FRACTION if shared else SEPARATE_FRACTION
-        self.assumed.append(f"engine's share of a GPU's memory: {share:g}")
+        if self.free is None:
+            self.assumed.append(f"engine's share of a GPU's memory: {share:g}")
         return share

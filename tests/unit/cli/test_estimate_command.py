@@ -68,7 +68,9 @@ def test_what_is_not_given_is_chosen_and_told(capsys: pytest.CaptureFixture[str]
     status, out, _ = call(capsys, "--model", "qwen2.5-7b", "--gpu", "a800", "--format", "json")
     data = json.loads(out)
     assert status == 0
-    assert {"gpus: 8", "mode: sync", "prompt: 200 tokens"} <= set(data["assumed"])
+    assert {"mode: sync", "prompt: 200 tokens"} <= set(data["assumed"])
+    assert any("the smallest number on which a run fits" in note for note in data["assumed"])
+    assert [size["gpus"] for size in data["sizes"]] == [data["gpus"] * times for times in (1, 2, 4)]
     assert any("never compared" in note for note in data["warnings"])
 
 
@@ -98,6 +100,31 @@ def test_a_mistake_is_told_in_a_line_with_the_cure(
     assert (status, out) == (2, "")
     assert all(word in err for word in words)
     assert len(err.splitlines()) <= 3
+
+
+def test_what_is_given_is_kept_and_the_rest_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    run_of = ("--model", "qwen3-8b", "--gpu", "h100", "--gpus", 16, "--mean-tokens", 2000, "--format", "json")
+    _, out, _ = call(capsys, *run_of, "--train", "tp=2,pp=2", "--rollout", "memory=0.5")
+    chosen = [note for note in json.loads(out)["assumed"] if "fastest that fits" in note]
+    assert len(chosen) == 2
+    assert chosen[0].startswith("rollout: tp=")
+    assert "memory" not in chosen[0]
+    assert chosen[1].startswith("training: tokens=")
+    _, out, _ = call(capsys, *run_of, "--train", "backend=megatron,tokens=4096", "--mode", "async")
+    notes = json.loads(out)["assumed"]
+    assert any(note.startswith("GPUs of rollout alone: ") for note in notes)
+    assert any(note.startswith("training: backend=megatron") and "tokens" not in note for note in notes)
+
+
+def test_dynamic_sampling_decodes_more_than_it_trains_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(*more: object) -> dict[str, float]:
+        data = json.loads(call(capsys, *QWEN, *more, "--format", "json")[1])
+        return {name: stage["likely"] for name, stage in data["stages"].items()}
+
+    once, thrice = seconds(), seconds("--oversample", 3)
+    assert thrice["generate"] > 2 * once["generate"]
+    assert thrice["update"] == once["update"]
+    assert call(capsys, *QWEN, "--oversample", 0)[0] == 2
 
 
 def test_a_run_that_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,9 @@ PASSES: Mapping[str, tuple[str, ...]] = {
 `direct` is any that trains on the engines' own log-probs.
 """
 
+DYNAMIC_SAMPLING = 3.0
+"""`batch_multiplier` of NeMo RL's DAPO recipes, and generation batch over training batch in verl's."""
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -66,10 +69,16 @@ class RunInputs:
     tool_seconds: float = 0.0
     image_tokens: float = 0.0
     judge_seconds: float = 0.0
+    oversample: float = 1.0
+    """Answers decoded for each that is trained on: dynamic sampling drops groups without a signal."""
 
     @property
     def decode_gpus(self) -> int:
         return self.rollout_gpus or self.gpus
+
+    @property
+    def decoded(self) -> float:
+        return self.samples * self.oversample
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def step_time(run: RunInputs, c: Constants) -> StepTime:
     passes = _passes(run, c)
     refit = Stage("refit", refit_seconds(run.model, run.engine, run.transport, c, shared=not run.rollout_gpus), "link")
     tokens = run.samples * run.lengths.mean
-    rest = Stage("rest", c.fixed_s + run.samples * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
+    rest = Stage("rest", c.fixed_s + run.decoded * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
     beside = bool(run.rollout_gpus) and run.mode != "sync"
     stages = [replace(generate, beside=beside), *passes, refit, rest]
     if not run.rollout_gpus:
@@ -133,16 +142,16 @@ def combined(stages: Iterable[Stage]) -> float:
 def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
     engines = run.decode_gpus / run.engine.tp
     slots, limit = slots_of(run.engine, run.lengths, run.memory_fraction, run.max_sequences, ENGINE_RESERVE_GB)
-    concurrent = min(slots, run.samples / engines)
+    concurrent = min(slots, run.decoded / engines)
     steady = 0.0
     if run.mode != "sync" and run.rollout_gpus:
         steady = 1.0 if run.partial or run.staleness > 1 else c.async_steady
-    seconds = rollout_seconds(run.engine, engines, run.samples, run.lengths, slots, c, steady=steady)
+    seconds = rollout_seconds(run.engine, engines, run.decoded, run.lengths, slots, c, steady=steady)
     seconds *= c.rollout_factor
     tools = run.turns * run.tool_seconds
     if steady == 1.0:
-        tools = tools * run.samples / (engines * max(1.0, concurrent))
-    limited = "bandwidth and the longest answers" if slots >= run.samples / engines else limit
+        tools = tools * run.decoded / (engines * max(1.0, concurrent))
+    limited = "bandwidth and the longest answers" if slots >= run.decoded / engines else limit
     return Stage("generate", seconds + tools + run.judge_seconds, limited), slots, concurrent
 
 

@@ -10,6 +10,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats import catalogue
 from trimtab.formats.run_settings import Settings
 from trimtab.plan.estimate.answer import Estimate, Interval
+from trimtab.plan.estimate.step import RunInputs
 from trimtab.render.output import out, print_list, text_table
 
 NEAR = 3
@@ -64,7 +65,12 @@ def warnings(settings: Settings) -> list[str]:
 
 
 def as_data(
-    settings: Settings, found: Estimate, steps: int, price: float | None, near: Sequence[Mapping[str, Any]]
+    settings: Settings,
+    found: Estimate,
+    steps: int,
+    price: float | None,
+    near: Sequence[Mapping[str, Any]],
+    larger: Sequence[Estimate] = (),
 ) -> dict[str, Any]:
     run = settings.run
     gpu_hours = found.gpu_hours(steps)
@@ -105,9 +111,31 @@ def as_data(
         "warnings": warnings(settings),
         "near": [dict(row) for row in near],
     }
+    if larger:
+        data["sizes"] = [
+            {
+                "gpus": each.run.gpus,
+                "rollout_gpus": each.run.rollout_gpus,
+                **_parallelism(each.run),
+                "step_seconds": _range(each.seconds),
+                "hours": _range(each.hours(steps)),
+                "gpu_hours": _range(each.gpu_hours(steps)),
+            }
+            for each in (found, *larger)
+        ]
     if price is not None:
         data["cost"] = _range(gpu_hours.times(price))
     return data
+
+
+def _parallelism(run: RunInputs) -> dict[str, str]:
+    trainer = run.trainer
+    sizes = {name: getattr(trainer, name) for name in ("tp", "pp", "cp", "ep")}
+    parts = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    return {
+        "rollout": f"tp={run.engine.tp},memory={run.memory_fraction:g}",
+        "train": ",".join([f"backend={'fsdp' if trainer.fsdp else 'megatron'}", *parts]),
+    }
 
 
 def _range(values: Interval) -> dict[str, float]:
@@ -150,6 +178,16 @@ def show(data: Mapping[str, Any]) -> None:
     hours, gpu_hours = data["hours"], data["gpu_hours"]
     cost = "" if "cost" not in data else ", cost " + _text(data["cost"])
     out.print(f"{data['steps']:,} steps: {_text(hours)} hours, {_text(gpu_hours)} GPU-hours{cost}", markup=False)
+    if "sizes" in data:
+        rows = [
+            (
+                *(str(size["gpus"]), _text(size["step_seconds"]), _figure(size["gpu_hours"]["likely"])),
+                *(size["rollout"], size["train"].removeprefix("backend=")),
+            )
+            for size in data["sizes"]
+        ]
+        out.print()
+        out.print(text_table((">GPUs", "seconds of a step", ">GPU-hours", "rollout", "training"), rows))
     print_list("Measured", data["measured"])
     print_list("Assumed", data["assumed"])
     print_list("Take care", data["warnings"])
