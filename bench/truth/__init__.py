@@ -16,14 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.truth import choosing, fit, rows
+from bench.truth import choosing, fit, rows, switches
 from bench.truth.fit import Errors
 from bench.truth.rows import StepRow
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 from trimtab.plan.estimate.training import pass_time
 
-PLAIN_MFU = 0.4
 KNOWN = 0.5
 """Share of a known row's error that is taken over, on the same kind of GPU."""
 CLOSE = 0.05
@@ -46,7 +45,7 @@ def plain_seconds(run: RunInputs) -> float:
     """The plain guess of a step."""
     tokens = run.samples * run.lengths.mean
     train = 6 * run.model.active_parameters * tokens * (1 + len(run.passes) / 3)
-    train /= run.trainer.gpus * run.gpu.flops(run.trainer.precision) * PLAIN_MFU
+    train /= run.trainer.gpus * run.gpu.flops(run.trainer.precision) * choosing.PLAIN_MFU
     engines = run.decode_gpus / run.engine.tp
     batch = run.samples / engines
     size = 2 if run.engine.precision == "bf16" else 1
@@ -174,6 +173,19 @@ def choosing_scores(judge: Judge) -> list[Score]:
     return lines
 
 
+def switch_scores(judge: Judge) -> list[Score]:
+    found = switches.gains(judge.constants)
+    right = sum(each.sign for each in found)
+    errors = np.array([each.error for each in found])
+    middle, high = median_p90(errors)
+    return [
+        Score("switches, faster or slower right", len(found), f"{right}", "", "all", right == len(found)),
+        Score(
+            "switches, speed-up: median, p90", len(found), f"{middle:.1%}, {high:.1%}", "", "<= 33%", middle <= 1 / 3
+        ),
+    ]
+
+
 def serving_scores() -> list[Score]:
     points, work = rows.serving_points()
     measured = np.array([point.value for point in points])
@@ -200,7 +212,7 @@ def trainer_scores(judge: Judge) -> list[Score]:
             took = pass_time(trainer, tokens, trainer.micro_tokens, 1.0, c, backward=True).seconds
             errors.append(np.log(took / point.value))
             flops = 6 * trainer.model.active_parameters * tokens
-            plain.append(np.log(flops / (trainer.gpus * trainer.gpu.flops("bf16") * PLAIN_MFU) / point.value))
+            plain.append(np.log(flops / (trainer.gpus * trainer.gpu.flops("bf16") * choosing.PLAIN_MFU) / point.value))
         lines.append(errors_line(f"trainer's micro-batch on {name}", np.array(errors), np.array(plain), None))
     return lines
 
@@ -209,7 +221,8 @@ def sync_scores() -> list[Score]:
     errors = []
     for point, how, run in rows.sync_points():
         c = fit.fit_syncs(point.family, fit.START)
-        errors.append(np.log(refit_seconds(run.model, run.engine, how, c, shared=False) / point.value))
+        took = refit_seconds(run.model, run.engine, how, c, shared=False, trainers=run.trainer.gpus)
+        errors.append(np.log(took / point.value))
     return [errors_line("weight sync", np.array(errors), None, None)]
 
 
@@ -263,6 +276,7 @@ def scores() -> list[Score]:
     return [
         *step_scores(judge),
         *choosing_scores(judge),
+        *switch_scores(judge),
         *serving_scores(),
         *trainer_scores(judge),
         *sync_scores(),
@@ -293,6 +307,9 @@ def main() -> None:
     print("\nPublished alternatives on the same GPUs, how much slower the chosen one is than the best")
     for each in choosing.alternatives(judge.constants):
         print(f"  {each.label:66} of {each.count} {'' if each.complete else '(assumed) '}{each.regret:+.0%}")
+    print("\nSwitches, how much faster they made a stage")
+    for gain in switches.gains(judge.constants):
+        print(f"  {gain.label:86} measured {gain.measured:5.2f}x  estimated {gain.estimated:5.2f}x")
     print("\nSmallest number of GPUs")
     for count in choosing.smallest_counts(_memory):
         print(f"  {count.chosen:>4} chosen, {count.outcome} on {count.reported:<4} {count.cure:9} {count.label}")

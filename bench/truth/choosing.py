@@ -1,16 +1,17 @@
 """How good the choice is of what was not given: among published alternatives, and of the smallest number of GPUs.
 
 Alternatives are published steps of one model on the same GPUs with other parallelism, another mode or another split.
-Where a row does not state its lengths, samples or parallelism they are assumed as `trimtab estimate` does; such groups
-are counted apart. Each choice is made with constants that were fitted without the model.
+Where a row does not state its lengths, samples or parallelism they are assumed as `trimtab estimate` does, the mean
+length from the published update; such groups are counted apart. Each choice is made with constants that were fitted
+without the model.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bench.truth import rows
 from trimtab.core.errors import InputError
@@ -20,6 +21,7 @@ from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.step import step_time
 
 NEAR = 0.10
+PLAIN_MFU = 0.4
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def alternatives(constants: Callable[[str], Constants]) -> list[Alternatives]:
     found = []
     for key, group in groups.items():
         try:
-            estimates = [(_seconds(row, constants), float(row["step_s"])) for row in group]
+            mean = _inferred_mean(group)
+            estimates = [(_seconds(row, constants, mean), float(row["step_s"])) for row in group]
         except InputError:  # a model or GPU kind that no table has
             continue
         if len(group) > 1:
@@ -53,7 +56,18 @@ def alternatives(constants: Callable[[str], Constants]) -> list[Alternatives]:
     return found
 
 
-def _seconds(row: Mapping[str, str], constants: Callable[[str], Constants]) -> float:
+def _inferred_mean(group: Sequence[Mapping[str, str]]) -> float | None:
+    """Mean length from the published update of a run with all GPUs: six FLOPs at 40 % of the peak."""
+    for row in group:
+        if row["update_s"] and row["samples_per_step"] and not row["gen_gpus_if_separate"]:
+            gpu = catalogue.gpu(row["gpu"])
+            model = catalogue.model(rows.bare(row["model"]))[1]
+            flops = float(row["update_s"]) * int(row["gpus"]) * gpu.flops("bf16") * PLAIN_MFU
+            return max(400.0, flops / (6 * model.active_parameters * int(row["samples_per_step"])))
+    return None
+
+
+def _seconds(row: Mapping[str, str], constants: Callable[[str], Constants], mean: float | None) -> float:
     family = rows.family(rows.bare(row["model"]))
     if not rows.missing(row):
         return step_time(rows.run_of(row), constants(family)).seconds
@@ -69,12 +83,15 @@ def _seconds(row: Mapping[str, str], constants: Callable[[str], Constants]) -> f
         "algorithm": row["algorithm"].lower(),
         "oversample": 1.0,
         "samples": int(row["samples_per_step"]) if row["samples_per_step"] else None,
-        "mean_tokens": float(row["avg_len"]) if row["avg_len"] else None,
+        "mean_tokens": float(row["avg_len"]) if row["avg_len"] else mean,
         "max_tokens": float(row["max_len"]) if row["max_len"] else None,
     }
     if "colocate" in row["mode"]:
         given["mode"] = "sync"
-    return step_time(build(given, constants(family)).run, constants(family)).seconds
+    run = build(given, constants(family)).run
+    if row["update_s"] and not row["old_logprob_s"]:  # its stages are published, and there is no such pass
+        run = replace(run, passes=tuple(name for name in run.passes if name != "old"))
+    return step_time(run, constants(family)).seconds
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ START = Constants(
     weight_share=0.75, expert_share=0.6, cache_share=0.6, compute_share=0.5, overlap=0.5, layer_us=8.0,
     moe_layer_us=8.0, step_ms=2.0, sequence_us=10.0, hop_us=12.0, link_share=0.5, train_share=0.55,
     narrow_hidden=500.0, expert_train_share=0.4, attention_share=0.7, train_link_share=0.6, broadcast_s=1.0,
-    broadcast_s_per_gb=0.3, packed_s=2.0, packed_s_per_gb=0.02, ipc_s=2.0, ipc_s_per_gb=0.05, delta_s=1.0,
-    delta_s_per_gb=0.05, rollout_factor=1.2, async_steady=0.5, forward_factor=1.3, update_s=0.5, host_share=0.3,
+    broadcast_s_per_gb=0.3, packed_s=2.0, packed_s_per_gb=0.02, ipc_s=2.0, ipc_s_per_gb=0.05, delta_s=0.5,
+    delta_s_per_gb=2.0, rollout_factor=1.2, async_steady=0.5, forward_factor=1.3, update_s=0.5, host_share=0.3,
     fixed_s=5.0, sample_ms=4.0, token_us=2.0, layer_copies=1.8, expert_copies=3.0, context_gb=1.5,
     context_exponent=0.2, releases=(),
 )  # fmt: skip
@@ -177,7 +177,10 @@ def fit_syncs(without: str | None, start: Constants) -> Constants:
     kept = [(point, how, run) for point, how, run in rows.sync_points() if rows.family(point.family) != without]
 
     def error(c: Constants) -> Errors:
-        took = [refit_seconds(run.model, run.engine, how, c, shared=False) for _, how, run in kept]
+        took = [
+            refit_seconds(run.model, run.engine, how, c, shared=False, trainers=run.trainer.gpus)
+            for _, how, run in kept
+        ]
         return np.log(np.array(took) / np.array([point.value for point, _, _ in kept]))
 
     return search(start, SYNCS, error, rounds=60, prior=PRIOR)

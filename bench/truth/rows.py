@@ -196,11 +196,13 @@ def sync_points() -> list[tuple[Point, str, RunInputs]]:
         )
         engine = replace(base.engine, model=model, precision=precision)
         label = f"{method}, {row['model']}, {row['placement']}"
+        nodes = re.search(r"(\d+)\+\d+", row["placement"])  # of eight GPUs, in verl's table of deltas
+        trainers = 8 * int(nodes[1]) if nodes and transport == "delta" else 8
         points.append(
             (
                 Point(known, label, float(row["seconds"]), transport),
                 transport,
-                replace(base, model=model, engine=engine),
+                replace(base, model=model, engine=engine, trainer=replace(base.trainer, gpus=trainers)),
             )
         )
     return points

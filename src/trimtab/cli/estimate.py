@@ -64,6 +64,9 @@ def estimate(
     oversample: Annotated[
         float | None, typer.Option("--oversample", help="Answers decoded for each trained on (dynamic sampling).")
     ] = None,
+    switches: Annotated[
+        str, typer.Option("--what-if", help="Gain of each: fp8-rollout,spec-decode:0.77,async:1,async+partial,lora,...")
+    ] = "",
     measured: Annotated[
         Path | None, typer.Option("--measured", help="A profile, or a run's folder: its seconds scale the model.")
     ] = None,
@@ -82,12 +85,15 @@ def estimate(
         trimtab estimate grpo_config.yaml --gpu h100 --mean-tokens 1060 --steps 300 --price 2.5
 
         trimtab estimate grpo_config.yaml --gpu h100 --measured profile.yaml
+
+        trimtab estimate --model qwen3-8b --gpu h100 --what-if fp8-rollout,spec-decode:0.77,async:1
     """
     given = {k: v for k, v in locals().items() if v is not None and k not in ("launch", "execute")}
     choose_launch(launch, execute)
     from trimtab.formats import run_settings
     from trimtab.plan.estimate.answer import estimate as compute
     from trimtab.plan.estimate.constants import CONSTANTS
+    from trimtab.plan.estimate.what_if import what_if
     from trimtab.render.text import estimate as shown
 
     if not 1 <= steps <= run_settings.MOST or (price is not None and not 0 <= price <= run_settings.MOST):
@@ -104,6 +110,10 @@ def estimate(
         raise InputError("no component in it is a stage of this run, or has times without waits", where=str(measured))
     larger = [compute(run, CONSTANTS, settings.offload) for run in settings.larger]
     data = shown.as_data(settings, found, steps, price, shown.near_rows(settings), larger)
+    asked = [word.strip() for word in switches.split(",") if word.strip()]
+    if asked:
+        others = [what_if(settings.run, word, CONSTANTS, settings.offload) for word in asked]
+        data["what_if"] = shown.what_if_data(others)
     answer(data, form, lambda: shown.show(data))
     _refuse_what_does_not_fit(found)
 

@@ -250,3 +250,39 @@ def test_a_profile_that_says_nothing_of_the_run_is_refused(
     status, _, err = call(capsys, *QWEN, "--measured", tmp_path / "profile.yaml")
     assert status == 2
     assert words in err
+
+
+def test_switches_say_their_gain_their_condition_and_their_public_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "fp8-rollout,spec-decode:0.77,async:1:16,async+partial,delta-sync,lora:32,no-reference,no-recompute"
+    status, out, _ = call(capsys, *QWEN, "--what-if", words, "--format", "json")
+    data = json.loads(out)
+    assert status == 0
+    found = {each["switch"]: each for each in data["what_if"]}
+    assert list(found) == words.split(",")
+    assert found["spec-decode:0.77"]["speedup"] > 1
+    assert found["no-reference"]["speedup"] > 1
+    assert found["delta-sync"]["speedup"] == 1  # engines on the trainer's GPUs copy within them
+    assert found["async:1:16"]["rollout_gpus"] == 16
+    assert all(each["conditions"] for each in found.values())
+    evidence = found["spec-decode:0.77"]["evidence"]
+    assert {row["gpu"] for row in evidence} >= {"h100", "h20"}
+    assert all(row["date"] and row["source"] for row in evidence)
+    _, text, _ = call(capsys, *QWEN, "--what-if", words)
+    assert "When it pays" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("fp8-rolout", "did you mean fp8-rollout?"),
+        ("spec-decode:2", "acceptance of spec-decode is 2"),
+        ("spec-decode:x", "acceptance of spec-decode is x"),
+        ("lora:8:9", "takes 1 numbers"),
+        ("partial", "partial goes with async"),
+    ],
+)
+def test_a_switch_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    status, _, err = call(capsys, *QWEN, "--what-if", words)
+    assert status == 2
+    assert message in err
+    assert len(err.splitlines()) <= 3

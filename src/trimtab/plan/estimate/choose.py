@@ -47,7 +47,7 @@ class Freedom:
 def choose(run: RunInputs, free: Freedom, offload: str, c: Constants) -> RunInputs | None:
     """The fastest run on its GPUs that fits; None if none does."""
     best: tuple[float, RunInputs] | None = None
-    for apart in _splits(run) if free.split else (run.rollout_gpus,):
+    for apart in splits(run) if free.split else (run.rollout_gpus,):
         own = replace(run, rollout_gpus=apart, trainer=replace(run.trainer, gpus=run.gpus - apart))
         trained = _trained(own, free, offload, c)
         found = trained and _decoding(trained, free, offload, c)
@@ -86,11 +86,18 @@ def trains(run: RunInputs, found: Sequence[Phase]) -> bool:
     return all(phase.high_gb + critic <= phase.gpu_gb for phase in found if phase.name in ("log-probs", "update"))
 
 
-def _splits(run: RunInputs) -> list[int]:
-    """GPUs of rollout alone: eighths, of whole nodes where there are several."""
-    unit = run.gpu.gpus_per_node if run.gpus >= 2 * run.gpu.gpus_per_node else 1
+def splits(run: RunInputs) -> list[int]:
+    """GPUs of rollout alone: eighths, of whole nodes where there are four or more."""
+    unit = run.gpu.gpus_per_node if run.gpus >= 4 * run.gpu.gpus_per_node else 1
     parts = {round(run.gpus * share / 8 / unit) * unit for share in range(1, 8)}
     return sorted(part for part in parts if 0 < part < run.gpus)
+
+
+def whole(run: RunInputs) -> bool:
+    """Whether the GPUs of each side are multiples of its parallelism."""
+    trainer = run.trainer
+    split = math.lcm(trainer.tp * trainer.pp * trainer.cp, trainer.pp * trainer.ep)
+    return trainer.gpus % split == 0 and run.decode_gpus % run.engine.tp == 0
 
 
 def _trained(run: RunInputs, free: Freedom, offload: str, c: Constants) -> RunInputs | None:
@@ -112,7 +119,7 @@ def _trainers(run: RunInputs, free: Freedom) -> Iterator[Trainer]:
     base, model = run.trainer, run.model
     micros = [base.micro_tokens * size for size in MICRO_BATCHES] if free.micro_batch else [base.micro_tokens]
     if not free.trainer:
-        if base.gpus % math.lcm(base.tp * base.pp * base.cp, base.pp * base.ep) == 0:
+        if whole(replace(run, engine=replace(run.engine, tp=1))):
             yield from (replace(base, micro_tokens=micro) for micro in micros)
         return
     for micro in micros:
@@ -125,8 +132,8 @@ def _trainers(run: RunInputs, free: Freedom) -> Iterator[Trainer]:
         for pp in even_stages(model):
             for tp in PARALLEL[:4]:
                 split = tp * pp
-                whole = base.gpus % split == 0 and model.heads % tp == 0 and tp <= run.gpu.gpus_per_node
-                if not whole or base.gpus // split > run.train_batch:
+                even = base.gpus % split == 0 and model.heads % tp == 0 and tp <= run.gpu.gpus_per_node
+                if not even or base.gpus // split > run.train_batch:
                     continue
                 for ep in PARALLEL if model.experts else (1,):
                     if ep == 1 or (model.experts % ep == 0 and base.gpus // pp % ep == 0):

@@ -36,8 +36,9 @@ class Constants:
     packed_s_per_gb: float = 0.02444
     ipc_s: float = 2.039
     ipc_s_per_gb: float = 0.05799
-    delta_s: float = 0.6689
-    delta_s_per_gb: float = 0.1213
+    delta_s: float = 0.5
+    delta_s_per_gb: float = 2.0
+    """Of a GB on each of the trainer's GPUs."""
 
     # Steps of RL.
     rollout_factor: float = 1.492

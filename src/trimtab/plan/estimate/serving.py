@@ -29,6 +29,14 @@ class EngineReplica:
     precision: str = "bf16"
     kv_precision: str = "bf16"
     backend: str = "vllm"
+    draft_tokens: float = 0.0
+    """Drafted by a layer of the model for each step, then verified together."""
+    accepted: float = 0.0
+    """Share of the drafted tokens that the model accepts."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 1.0 + self.draft_tokens * self.accepted
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,30 @@ def decode_work(engine: EngineReplica, batch: Any, context: Any, prefill: Any = 
     )
 
 
+def step_seconds(
+    engine: EngineReplica, c: Constants, batch: Any, context: Any, prefill: Any = 0.0, prompt: Any = 0.0
+) -> Any:
+    """Seconds of a decode step, with the drafts and their verification where the engine speculates."""
+    if not engine.draft_tokens:
+        return decode_work(engine, batch, context, prefill, prompt).seconds(c)
+    drafted = engine.draft_tokens * batch
+    # Drafted tokens attend to all tokens before them; those of a prompt to half of it.
+    own = drafted + prefill
+    work = decode_work(engine, batch, context, own, (2 * context * drafted + prompt * prefill) / own)
+    # Each drafted token is sampled, and accepted or not, as one of a sequence of its own is.
+    return work.seconds(c) + drafted * c.sequence_us * 1e-6 + engine.draft_tokens * _draft_seconds(engine, c, batch)
+
+
+def _draft_seconds(engine: EngineReplica, c: Constants, batch: Any) -> Any:
+    """One layer and the head for each sequence."""
+    model, gpu = engine.model, engine.gpu
+    head = model.head or model.embedding
+    layer = (model.matmul_parameters - head) / model.layers
+    read = (layer * BITS[engine.precision] / 8 + head * 2) / engine.tp / gpu.bandwidth
+    multiply = 2 * batch * (layer + head) / engine.tp / gpu.flops(engine.precision)
+    return read / c.weight_share + multiply / c.compute_share + c.layer_us * 1e-6
+
+
 def all_reduce_seconds(gpu: GpuKind, gpus: int, size: Any) -> Any:
     """An all-reduce of so many bytes at the link's peak rate."""
     return 0.0 * size if gpus == 1 else 2 * (gpus - 1) / gpus * size / gpu.link(gpus)
@@ -135,9 +167,10 @@ def rollout_seconds(
     slots = max(1.0, min(slots, each))
     widths, middles, alive = lengths.grid(samples)
     batch = np.maximum(1.0, slots * alive)
-    drain = float(np.sum(widths * decode_work(engine, batch, lengths.prompt + middles).seconds(c)))
-    prompt = slots * lengths.prompt / lengths.mean_answer  # prompt tokens beside each full step
-    full = float(decode_work(engine, slots, lengths.mean, prompt, lengths.prompt).seconds(c))
+    drain = float(np.sum(widths * step_seconds(engine, c, batch, lengths.prompt + middles))) / engine.tokens_per_step
+    # Prompt tokens beside each full step.
+    prompt = slots * lengths.prompt / lengths.mean_answer * engine.tokens_per_step
+    full = float(step_seconds(engine, c, slots, lengths.mean, prompt, lengths.prompt)) / engine.tokens_per_step
     waves = (each - slots) * lengths.mean_answer / slots * full
     throughput = each * lengths.mean_answer / slots * full
     tokens = slots * lengths.prompt

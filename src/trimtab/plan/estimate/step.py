@@ -111,13 +111,16 @@ def step_time(run: RunInputs, c: Constants) -> StepTime:
     factor = c.release(run.release)
     generate, slots, concurrent = _generate(run, c)
     passes = _passes(run, c)
-    refit = Stage("refit", refit_seconds(run.model, run.engine, run.transport, c, shared=not run.rollout_gpus), "link")
+    shared = not run.rollout_gpus
+    sent = refit_seconds(run.model, run.engine, run.transport, c, shared=shared, trainers=run.trainer.gpus)
+    refit = Stage("refit", sent, "link")
     tokens = run.samples * run.lengths.mean
     rest = Stage("rest", c.fixed_s + run.decoded * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
     beside = bool(run.rollout_gpus) and run.mode != "sync"
     stages = [replace(generate, beside=beside), *passes, refit, rest]
     if not run.rollout_gpus:
-        held = weight_bytes(run.model, "bf16") * 7 / run.gpus  # bf16 weights, fp32 copy and two moments, there and back
+        # bf16 weights, fp32 copy and two moments; frozen weights have the first only.
+        held = weight_bytes(run.model, "bf16") * (1 if run.trainer.lora_rank else 7) / run.gpus
         switch = Stage("switch", 2 * held / (run.gpu.host_gbs * 1e9 * c.host_share), "host link")
         stages.append(switch)
     length = run.lengths.squares
@@ -170,8 +173,13 @@ def _passes(run: RunInputs, c: Constants) -> list[Stage]:
     return [*stages, Stage("update", update.seconds + updates * c.update_s, update.limit)]
 
 
-def refit_seconds(model: Architecture, engine: EngineReplica, transport: str, c: Constants, *, shared: bool) -> float:
-    """Seconds of a weight sync by transport; engines that share the trainer's GPUs copy within each GPU."""
+def refit_seconds(
+    model: Architecture, engine: EngineReplica, transport: str, c: Constants, *, shared: bool, trainers: int = 8
+) -> float:
+    """Seconds of a weight sync by transport; engines that share the trainer's GPUs copy within each GPU.
+
+    What changed since the last sync is found by each of the trainer's GPUs in its own share of the weights.
+    """
     size = weight_bytes(model, engine.precision) / 1e9
     if shared:
         transport = "ipc"
@@ -179,6 +187,6 @@ def refit_seconds(model: Architecture, engine: EngineReplica, transport: str, c:
         "broadcast": (c.broadcast_s, c.broadcast_s_per_gb),
         "packed": (c.packed_s, c.packed_s_per_gb),
         "ipc": (c.ipc_s, c.ipc_s_per_gb),
-        "delta": (c.delta_s, c.delta_s_per_gb),
+        "delta": (c.delta_s, c.delta_s_per_gb / trainers),
     }[transport]
     return fixed + size * per_gb

@@ -11,9 +11,12 @@ from trimtab.formats import catalogue
 from trimtab.formats.run_settings import Settings
 from trimtab.plan.estimate.answer import Estimate, Interval
 from trimtab.plan.estimate.step import RunInputs
+from trimtab.plan.estimate.what_if import WhatIf
 from trimtab.render.output import out, print_list, text_table
 
 NEAR = 3
+SHOWN = 2
+"""Public rows of a switch in text; all are in the data."""
 UNVALIDATED = "memory of sharded full training was compared with one trainer's peaks only, not with whole RL runs"
 
 
@@ -128,6 +131,54 @@ def as_data(
     return data
 
 
+def what_if_data(found: Sequence[WhatIf]) -> list[dict[str, Any]]:
+    """Each switch with its gain, its conditions, and what it gave in public."""
+    rows = catalogue.table("switches")
+    data = []
+    for each in found:
+        names = {part.partition(":")[0] for part in each.switch.split("+")}
+        evidence = [
+            {
+                **{key: row[key] for key in ("system", "model", "gpu", "stage", "date", "source")},
+                "speedup": round(float(row["before"]) / float(row["after"]), 2),
+            }
+            for row in rows
+            if {part.partition(":")[0] for part in row["switch"].split("+")} == names
+        ]
+        apart = {"rollout_gpus": each.run.rollout_gpus} if each.run.rollout_gpus else {}
+        data.append(
+            {
+                "switch": each.switch,
+                "step_seconds": float(f"{each.after.seconds:.4g}"),
+                "speedup": round(each.speedup, 3),
+                "fits": each.fits,
+                **apart,
+                "conditions": list(each.conditions),
+                "evidence": evidence,
+            }
+        )
+    return data
+
+
+def _print_what_if(found: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
+    for each in found:
+        speedups = sorted(row["speedup"] for row in each["evidence"])
+        public = f"{speedups[0]:g}x to {speedups[-1]:g}x in {len(speedups)}" if speedups else "none"
+        fit = "" if each["fits"] else "  does not fit"
+        rows.append((each["switch"], f"{_figure(each['step_seconds'])}{fit}", f"{each['speedup']:.2f}x", public))
+    out.print()
+    out.print(text_table(("what if", ">seconds", ">faster", "public rows"), rows))
+    lines = [f"{each['switch']}: {'; '.join(each['conditions'])}" for each in found]
+    dated = (
+        "{system} {date}, {model}, {gpu}: {stage} {speedup:g}x, {source}".format(**row)
+        for each in found
+        for row in each["evidence"][:SHOWN]
+    )
+    print_list("When it pays", lines)
+    print_list("Public rows of these switches", dict.fromkeys(dated))
+
+
 def _parallelism(run: RunInputs) -> dict[str, str]:
     trainer = run.trainer
     sizes = {name: getattr(trainer, name) for name in ("tp", "pp", "cp", "ep")}
@@ -188,6 +239,8 @@ def show(data: Mapping[str, Any]) -> None:
         ]
         out.print()
         out.print(text_table((">GPUs", "seconds of a step", ">GPU-hours", "rollout", "training"), rows))
+    if "what_if" in data:
+        _print_what_if(data["what_if"])
     print_list("Measured", data["measured"])
     print_list("Assumed", data["assumed"])
     print_list("Take care", data["warnings"])
