@@ -19,7 +19,9 @@ from trimtab.cli.options import (
     SamplesOption,
     TrainOption,
     choose_launch,
+    called,
     read_profile,
+    save_report,
 )
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.render.output import Format, answer
@@ -74,6 +76,7 @@ def estimate(
     price: Annotated[float | None, typer.Option("--price", help="Price of a GPU-hour.")] = None,
     launch: LaunchOption = None,
     execute: ExecuteOption = False,
+    report: Annotated[Path | None, typer.Option("--report", help="Write an HTML report.")] = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Estimate seconds, memory and cost of a run from a model, a GPU kind and lengths; nothing is measured.
@@ -114,6 +117,10 @@ def estimate(
     if asked:
         others = [what_if(settings.run, word, CONSTANTS, settings.offload) for word in asked]
         data["what_if"] = shown.what_if_data(others)
+    if report is not None:
+        from trimtab.render.html.estimate_report import estimate_report
+
+        save_report(report, estimate_report(data, command=called()))
     answer(data, form, lambda: shown.show(data))
     _refuse_what_does_not_fit(found)
 
