@@ -21,6 +21,8 @@ from bench.truth import Judge, fit, half_width, median_p90, one_measured, rows  
 from trimtab.plan.estimate.constants import Constants  # noqa: E402
 from trimtab.plan.estimate.step import step_time  # noqa: E402
 
+LEAST_SPREAD = 0.15
+"""Of memory: twice the mean error of models that were left out."""
 FILE = ROOT / "src/trimtab/plan/estimate/constants.py"
 
 
@@ -34,8 +36,12 @@ def intervals(found: Constants) -> Constants:
 
     def beyond(phase: str) -> float:
         own = [point for point in points if point.phase == phase]
-        under = [np.log(point.point.value / fit.memory_gb(point, kept[point.point.family])) for point in own]
-        return float(max(0.0, np.quantile(under, 0.99)))
+        c = found
+        under = [
+            np.log(max(1e-3, point.point.value - c.residue_gb) / fit.memory_gb(point, kept[point.point.family]))
+            for point in own
+        ]
+        return float(max(LEAST_SPREAD, np.quantile(under, 0.99)))
 
     return replace(
         found,

@@ -19,7 +19,7 @@ import numpy as np
 from bench.truth import choosing, fit, rows, switches
 from bench.truth.fit import Errors
 from bench.truth.rows import StepRow
-from trimtab.plan.estimate.constants import Constants
+from trimtab.plan.estimate.constants import CONSTANTS, Constants
 from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 from trimtab.plan.estimate.training import pass_time
 
@@ -229,11 +229,15 @@ def sync_scores() -> list[Score]:
 def memory_scores() -> list[Score]:
     lines = []
     beyond: list[float] = []
-    highs = {"training": fit.START.memory_error, "generation": fit.START.engine_memory_error}
+    c = CONSTANTS
+    highs = {"training": c.memory_error, "generation": c.engine_memory_error}
     for phase in ("training", "generation"):
         points = [point for point in rows.memory_points() if point.phase == phase]
         errors = [fit.memory_gb(point, _memory(point.point.family)) / point.point.value - 1 for point in points]
-        beyond += [1 / ((1 + error) * np.exp(highs[phase])) - 1 for error in errors]
+        beyond += [
+            point.point.value / (point.point.value * (1 + error) * np.exp(highs[phase]) + c.residue_gb) - 1
+            for error, point in zip(errors, points, strict=True)
+        ]
         lines.append(_mean_line(f"memory of {phase} on one GPU", errors))
         plain = [error for error, point in zip(errors, points, strict=True) if _plain(point)]
         lines.append(_mean_line("  of which bf16 and not Gemma", plain))

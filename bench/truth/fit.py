@@ -28,7 +28,7 @@ START = Constants(
     broadcast_s_per_gb=0.3, packed_s=2.0, packed_s_per_gb=0.02, ipc_s=2.0, ipc_s_per_gb=0.05, delta_s=0.5,
     delta_s_per_gb=2.0, rollout_factor=1.2, async_steady=0.5, forward_factor=1.3, update_s=0.5, host_share=0.3,
     fixed_s=5.0, sample_ms=4.0, token_us=2.0, layer_copies=1.8, expert_copies=3.0, context_gb=1.5,
-    context_exponent=0.2, releases=(),
+    context_exponent=0.2, expert_gathers=2.0, releases=(),
 )  # fmt: skip
 """Round numbers before any fit: what these rates and overheads usually are."""
 SERVING = (
@@ -135,6 +135,7 @@ def peak_gb(trainer: Trainer, row: Mapping[str, str], c: Constants) -> float:
         lora_rank=trainer.lora_rank,
         fused_logits=not supervised,
         layer_copies=layer_copies(trainer.model, c),
+        expert_copies=c.expert_gathers,
         process_gb=0.0,
     )
     needed = memory.estimate(trainer.model, settings)[0]
@@ -152,7 +153,14 @@ def fit_memory(without: str | None, start: Constants) -> Constants:
     names = ["layer_copies", "context_gb", "context_exponent"]
     if any(point.model.experts for point in kept):
         names.append("expert_copies")
-    return search(start, names, error, rounds=15, prior=PRIOR / 5)
+    found = search(start, names, error, rounds=15, prior=PRIOR / 5)
+    table = zip(rows.trainer_points(), rows.read("prime_rl_trainer"), strict=True)
+    sparse = [(e, row) for e, row in table if e[1].model.experts and rows.family(e[0].family) != without]
+
+    def peaks(c: Constants) -> Errors:
+        return np.log(np.array([peak_gb(trainer, row, c) / peak for (_, trainer, _, peak), row in sparse]))
+
+    return search(found, ["expert_gathers"], peaks, rounds=15, prior=PRIOR / 5)
 
 
 def serving_errors(c: Constants, work: Work, measured: Errors) -> Errors:

@@ -35,6 +35,8 @@ OPTIMIZERS: Mapping[str, tuple[float, str]] = {
     "sgd-momentum": (4, "one fp32 momentum"),
 }
 PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "nf4": 0.5625}
+FOUR_BIT = ("nf4", "int4")
+"""Precisions of which only the linear layers are; the rest is fp32 while adapters are trained."""
 MAX_COUNT = 10**9
 OFFLOADS = ("none", "optimizer", "all")
 
@@ -66,6 +68,7 @@ class MemorySettings:
     lora_attention_only: bool = False
     fused_logits: bool = False
     layer_copies: float = 1.0
+    expert_copies: float = 0.0
     process_gb: float = PROCESS_GB
 
 
@@ -167,6 +170,11 @@ def adapter_parameters(model: Architecture, rank: int, *, attention_only: bool =
 def _adapted(model: Architecture, run: MemorySettings) -> MemoryNeed:
     """A trainer of LoRA adapters: frozen weights without gradients, adapters with their optimiser."""
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
+    if run.precision in FOUR_BIT:
+        ends = model.embedding + model.head
+        more = ends * (4 - PRECISIONS[run.precision]) / (run.gpus if run.zero >= 3 else run.tp) / GB
+        formula = f"{weights.formula}; {ends:,} of embeddings x 4 B"
+        weights = MemoryTerm("weights", formula, weights.gb + more, divides_by_gpus=weights.divides_by_gpus)
     count = adapter_parameters(model, run.lora_rank, attention_only=run.lora_attention_only)
     parts = run.gpus if run.zero >= 3 else run.tp * run.pp
     formula = f"{count:,} x {ADAPTER_BYTES} B (rank {run.lora_rank}, Adam) / {parts}"
@@ -185,12 +193,20 @@ def _training_logits(model: Architecture, run: MemorySettings) -> list[MemoryTer
 
 
 def _gathered(model: Architecture, run: MemorySettings) -> list[MemoryTerm]:
-    if run.zero < 3 or run.gpus // (run.tp * run.pp) <= 1:
+    # Weights kept in fp32 are cast to bf16 layer by layer, on one GPU too.
+    if run.zero < 3 or (run.gpus // (run.tp * run.pp) <= 1 and PRECISIONS[run.precision] < 4):
         return []
     layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
-    # Weights kept in fp32 are gathered in bf16.
-    gathered = 2 * layer * min(2.0, PRECISIONS[run.precision]) / GB
-    return [MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x bf16", gathered)]
+    size = min(2.0, PRECISIONS[run.precision])
+    terms = [MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x bf16", 2 * layer * size / GB)]
+    if run.expert_copies and model.experts:
+        experts = model.experts * model.expert_mlp / run.tp
+        formula = f"{run.expert_copies:.2f} x {experts:,.0f} parameters of experts x bf16"
+        terms.append(MemoryTerm("copies of experts", formula, run.expert_copies * experts * size / GB))
+    if not run.lora_rank:
+        formula = f"{layer:,.0f} gradients x fp32, before they are divided"
+        terms.append(MemoryTerm("whole gradients", formula, 4 * layer / GB))
+    return terms
 
 
 def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
@@ -296,9 +312,11 @@ def _activations(model: Architecture, run: MemorySettings, *, training: bool) ->
     depth = math.ceil(model.layers / run.pp) * run.pp
     if not run.checkpointing:
         return [MemoryTerm("activations", f"{depth} layers x {shown}", depth * layer)]
-    inputs = 2 * tokens * model.hidden * depth / GB
+    # Adapters over 4-bit weights keep norms, and so what layers pass on, in fp32.
+    size = 4 if run.precision in FOUR_BIT else 2
+    inputs = size * tokens * model.hidden * depth / GB
     return [
-        MemoryTerm("checkpoints", f"{depth} layers x {tokens:,} tokens x {model.hidden:,} values x 2 B", inputs),
+        MemoryTerm("checkpoints", f"{depth} layers x {tokens:,} tokens x {model.hidden:,} values x {size} B", inputs),
         MemoryTerm("one layer", shown + _copies(run), layer * run.layer_copies),
     ]
 

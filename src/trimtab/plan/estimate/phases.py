@@ -28,6 +28,8 @@ class Phase:
     terms: tuple[tuple[str, float], ...]
     gpu_gb: float
     spread: float
+    residue_gb: float = 0.0
+    """That the other component of shared GPUs may leave behind when it sleeps."""
 
     @property
     def gb(self) -> float:
@@ -35,7 +37,7 @@ class Phase:
 
     @property
     def high_gb(self) -> float:
-        return self.gb * math.exp(self.spread)
+        return self.gb * math.exp(self.spread) + self.residue_gb
 
 
 def context_gb(gpu: GpuKind, c: Constants) -> float:
@@ -63,6 +65,7 @@ def trainer_settings(run: RunInputs, c: Constants, offload: str) -> MemorySettin
         rollout_tp=run.engine.tp,
         lora_rank=trainer.lora_rank,
         layer_copies=layer_copies(run.model, c),
+        expert_copies=c.expert_gathers,
         process_gb=context_gb(run.gpu, c),
     )
 
@@ -81,14 +84,16 @@ def phases(run: RunInputs, c: Constants, offload: str = "all") -> tuple[tuple[Ph
     asleep = ("engine, asleep", 0.0)  # its context is in the process's term
     cache = max(0.0, share - weights)
     terms = [("weights", weights), ("KV cache and graphs", cache), ("process", context)]
-    generate = Phase("generate", (*terms, *((parked,) if shared else ())), engine_gpu.memory_gb, c.engine_memory_error)
+    residue = c.residue_gb if shared else 0.0
+    beside = (parked,) if shared else ()
+    generate = Phase("generate", (*terms, *beside), engine_gpu.memory_gb, c.engine_memory_error, residue)
     found = [generate]
     for name, need in (("log-probs", inference), ("update", trainer)):
         sizes = tuple((term.name, term.gb) for term in need.active)
-        found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room, c.memory_error))
+        found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room, c.memory_error, residue))
     if shared:
         own = next((term.gb for term in trainer.active if term.name == "weights"), 0.0)
         woken = (("engine's weights", weights), ("trainer's weights", own), ("process", context), parked)
-        found.append(Phase("wake with both weights", woken, room, c.engine_memory_error))
+        found.append(Phase("wake with both weights", woken, room, c.engine_memory_error, residue))
     moved = trainer.host_gb if shared else 0.0
     return tuple(found), moved * min(run.gpus, run.gpu.gpus_per_node)

@@ -1,0 +1,240 @@
+"""`trimtab estimate` beside a GPU: decode, prefill and a training step of random models, predicted, then measured.
+
+    python -m bench.estimate_gpu                              # on an H200: 0.5B, 1.5B and 7B, three batch sizes each
+    python -m bench.estimate_gpu --parts train --batches 1,4  # some parts
+    python -m bench.estimate_gpu --device cpu --sizes tiny --length 32 --gpu l4   # a dry run of the script itself
+
+Needs torch and transformers in the interpreter that runs it, and vLLM for `decode` and `prefill`; nothing is
+downloaded: weights are random, vLLM makes its own. All predictions are written to OUT/estimate_gpu.json before anything
+is measured. A part that fails or takes longer than --part-s is reported, and the next begins. Not part of `make bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from trimtab.formats import catalogue
+from trimtab.model.architecture import Architecture, from_config
+from trimtab.model.gpus import GpuKind
+from trimtab.plan.estimate.constants import CONSTANTS
+from trimtab.plan.estimate.serving import EngineReplica, decode_work
+from trimtab.plan.estimate.training import Trainer, pass_time
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 256,
+    },
+    "0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151_936,
+    },
+    "1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "vocab_size": 151_936,
+    },
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152_064,
+    },
+}  # fmt: skip
+PARTS = ("decode", "prefill", "train")
+REPEATS = 3
+GOAL = 0.15
+
+
+def config_of(size: str) -> dict[str, Any]:
+    tied = size in ("tiny", "0.5b", "1.5b")
+    return {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        **SIZES[size],
+    }
+
+
+def predicted(part: str, model: Architecture, gpu: GpuKind, batch: int, length: int) -> float:
+    """Seconds of an output token for each sequence, of a prefill of the batch, or of a forward and backward pass."""
+    c = CONSTANTS
+    engine = EngineReplica(model, gpu)
+    if part == "decode":
+        return float(decode_work(engine, float(batch), length * 1.0).seconds(c))
+    if part == "prefill":
+        return float(decode_work(engine, float(batch), 0.0, float(batch * length), float(length)).seconds(c))
+    trainer = Trainer(model, gpu, 1, fsdp=True, micro_tokens=float(batch * length))
+    return pass_time(trainer, float(batch * length), float(length), 1.0, c, backward=True).seconds
+
+
+def timed(action: Any, wait: Any) -> float:
+    """Median seconds of some runs, after one that does not count."""
+    action()
+    took = []
+    for _ in range(REPEATS):
+        wait()
+        began = time.perf_counter()
+        action()
+        wait()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def measure_train(size: str, batches: list[int], length: int, device: str) -> dict[str, float]:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**config_of(size))).to(device=device, dtype=torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    model.train()
+    found = {}
+    for batch in batches:
+        tokens = torch.randint(0, SIZES[size]["vocab_size"], (batch, length), device=device)
+
+        def step(tokens: Any = tokens) -> None:
+            model.zero_grad(set_to_none=True)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+
+        found[f"train {batch}"] = timed(step, torch.cuda.synchronize if device == "cuda" else lambda: None)
+    return found
+
+
+def measure_engine(size: str, batches: list[int], length: int, folder: Path, device: str) -> dict[str, float]:
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
+
+    more = {} if device == "cuda" else {"enforce_eager": True}
+    llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+              max_model_len=4 * length, **more)  # fmt: skip
+    found = {}
+    for batch in batches:
+        prompts = [{"prompt_token_ids": [(7 * i + j) % 199 + 1 for j in range(length)]} for i in range(batch)]
+
+        def ask(tokens: int, prompts: Any = prompts) -> None:
+            llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+
+        first = timed(lambda ask=ask: ask(1), lambda: None)
+        many = timed(lambda ask=ask: ask(1 + length // 2), lambda: None)
+        found[f"prefill {batch}"], found[f"decode {batch}"] = first, (many - first) / (length // 2)
+    return found
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.estimate_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", default="h200", help="kind of the GPU, as in `trimtab estimate --gpu`")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--sizes", default="0.5b,1.5b,7b")
+    parser.add_argument("--batches", default="1,4,8", help="of a training step")
+    parser.add_argument("--sequences", default="1,32,128", help="that an engine decodes at once")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--part-s", type=float, default=240.0, help="limit of a model's measurement")
+    parser.add_argument("--engine-python", default=sys.executable, help="interpreter that has vLLM")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    return parser.parse_args(given)
+
+
+def counts(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def measured(options: argparse.Namespace, size: str, kind: str, folder: Path) -> dict[str, Any]:
+    """What a process of its own measured, so that its memory is free afterwards."""
+    python = options.engine_python if kind == "engine" else sys.executable
+    what = ("--measure", f"{kind},{size},{folder}", "--device", options.device, "--length", str(options.length))
+    command = [
+        python,
+        "-m",
+        "bench.estimate_gpu",
+        *what,
+        "--batches",
+        options.batches,
+        "--sequences",
+        options.sequences,
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.part_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took longer than {options.part_s:g} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"error": (done.stderr.strip().splitlines() or ["nothing was printed"])[-1][:300]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def main(given: list[str] | None = None) -> int:
+    options = arguments(given)
+    if options.measure:
+        kind, size, folder = options.measure.split(",", 2)
+        if kind == "train":
+            found = measure_train(size, counts(options.batches), options.length, options.device)
+        else:
+            found = measure_engine(size, counts(options.sequences), options.length, Path(folder), options.device)
+        print(json.dumps(found))
+        return 0
+    gpu, parts = catalogue.gpu(options.gpu), options.parts.split(",")
+    rows: dict[str, dict[str, Any]] = {}
+    for size in options.sizes.split(","):
+        model = from_config(config_of(size), size)
+        for part in parts:
+            for batch in counts(options.batches if part == "train" else options.sequences):
+                # Half as many tokens as a prompt has are decoded after it.
+                length = options.length * 5 // 4 if part == "decode" else options.length
+                guess = predicted(part, model, gpu, batch, length)
+                rows[f"{size} {part} {batch}"] = {"predicted_s": guess}
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "estimate_gpu.json"
+    file.write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
+    print(f"{len(rows)} predictions for {gpu.name} written to {file}; measuring")
+    for size in options.sizes.split(","):
+        folder = options.out / f"model-{size}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config_of(size)))
+        for kind in ("train", "engine"):
+            if (kind == "train" and "train" not in parts) or (
+                kind == "engine" and not {"decode", "prefill"} & set(parts)
+            ):
+                continue
+            found = measured(options, size, kind, folder)
+            if "error" in found:
+                print(f"{size} {kind}: {found['error']}")
+                continue
+            for key, seconds in found.items():
+                if f"{size} {key}" in rows:
+                    rows[f"{size} {key}"]["measured_s"] = seconds
+        file.write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
+    return report(rows)
+
+
+def report(rows: dict[str, dict[str, Any]]) -> int:
+    """The table, and the median error of each part."""
+    errors: dict[str, list[float]] = {}
+    for name, row in rows.items():
+        if "measured_s" not in row:
+            print(f"{name:20} predicted {1e3 * row['predicted_s']:9.2f} ms, not measured")
+            continue
+        error = row["predicted_s"] / row["measured_s"] - 1
+        errors.setdefault(name.split()[1], []).append(abs(error))
+        print(f"{name:20} predicted {1e3 * row['predicted_s']:9.2f} ms, measured {1e3 * row['measured_s']:9.2f} ms, "
+              f"{error:+.0%}")  # fmt: skip
+    for part, values in errors.items():
+        print(f"{part:8} median error {statistics.median(values):.1%} of {len(values)} (goal {GOAL:.0%})")
+    if errors:
+        middle = statistics.median(value for values in errors.values() for value in values)
+        print(f"all      median error {middle:.1%}: {'within' if middle <= GOAL else 'beyond'} {GOAL:.0%}")
+    return 0 if errors else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
