@@ -16,12 +16,14 @@ from trimtab.cli.options import (
     MaxTokensOption,
     MeanTokensOption,
     ModelOption,
+    OverridesArgument,
+    ReportOption,
     SamplesOption,
     TrainOption,
-    choose_launch,
     called,
+    choose_launch,
     read_profile,
-    save_report,
+    save,
 )
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.render.output import Format, answer
@@ -32,13 +34,11 @@ if TYPE_CHECKING:
 
 def estimate(
     file: Annotated[Path | None, typer.Argument(help="A framework's config or launch script, or a job file.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
-    ] = None,
+    overrides: OverridesArgument = None,
     model: ModelOption = None,
     gpu: GpuOption = None,
     rollout_gpu: Annotated[str | None, typer.Option("--rollout-gpu", help="GPU kind of rollout, if unlike.")] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs in all.  [default: one node]")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs in all.  [default: the fewest that fit]")] = None,
     rollout_gpus: Annotated[int | None, typer.Option("--rollout-gpus", help="GPUs of rollout alone.")] = None,
     framework: Annotated[str | None, typer.Option("--framework", help="verl, nemo-rl, openrlhf, slime, ...")] = None,
     release: Annotated[str | None, typer.Option("--release", help="Release, as in the public rows.")] = None,
@@ -76,7 +76,7 @@ def estimate(
     price: Annotated[float | None, typer.Option("--price", help="Price of a GPU-hour.")] = None,
     launch: LaunchOption = None,
     execute: ExecuteOption = False,
-    report: Annotated[Path | None, typer.Option("--report", help="Write an HTML report.")] = None,
+    report: ReportOption = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Estimate seconds, memory and cost of a run from a model, a GPU kind and lengths; nothing is measured.
@@ -102,12 +102,9 @@ def estimate(
     if not 1 <= steps <= run_settings.MOST or (price is not None and not 0 <= price <= run_settings.MOST):
         raise InputError("--steps is a count from 1, --price a number from 0")
     inputs = _of_file(file, overrides or [])
-    for key, words in (("rollout", run_settings.ROLLOUT_WORDS), ("train", run_settings.TRAIN_WORDS)):
-        own = run_settings.parallel(given.pop(key), f"--{key}", words)
-        inputs[key] = {**inputs.get(key, {}), **own}
-    settings = run_settings.build(
-        {**inputs, **{k: v for k, v in given.items() if k not in ("file", "overrides", "measured")}}
-    )
+    for key in ("file", "overrides", "measured", "switches", "report"):
+        given.pop(key, None)
+    settings = run_settings.build(run_settings.merged(inputs, given))
     found = compute(settings.run, CONSTANTS, settings.offload, _profile(measured))
     if measured is not None and not found.measured:
         raise InputError("no component in it is a stage of this run, or has times without waits", where=str(measured))
@@ -120,7 +117,7 @@ def estimate(
     if report is not None:
         from trimtab.render.html.estimate_report import estimate_report
 
-        save_report(report, estimate_report(data, command=called()))
+        save(report, estimate_report(data, command=called()))
     answer(data, form, lambda: shown.show(data))
     _refuse_what_does_not_fit(found)
 

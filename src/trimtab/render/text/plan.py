@@ -157,9 +157,7 @@ def _interval(check: IntervalCheck) -> str:
         return "Over the interval of the estimated costs the choice holds: no other plan is faster"
     where = ", ".join(f"{name} {factor:.2g}x" for name, factor in check.factors.items())
     if check.holds:
-        return (
-            f"Over the interval of the estimated costs the choice holds: at most {check.loss:.1%} slower than the best"
-        )
+        return f"Over the interval of the estimated costs the choice holds: at most {check.loss:.1%} above the best"
     return (
         f"The choice does not hold over the interval of the estimated costs: with {where} of the estimate "
         f"{check.becomes} is {check.loss:.0%} faster. Measure a step: `trimtab profile logs`"
