@@ -3,7 +3,8 @@
 Emulated workflows of 3 to 6 components on 8 to 64 logical GPUs run by the plan that the exact planner chooses for them:
 real tasks in real slots, turns taken through the pool, data through Ray's object store; only the computing is a sleep.
 Their profiles are scaled so that an iteration takes seconds. Against the predicted iteration stands the median of the
-measured ones, the first two left out.
+measured ones, the first two left out; `current` is the error of predictions by the costs measured just before. With
+`--data` components pass on real data, save it in every third iteration, and are asked for their health.
 
 Then the way itself, with components that take no time: one batch at a time through a chain (latency), and many at once
 (rate), against a chain of bare Ray actors that pass references, called ahead without anybody waiting in between:
@@ -27,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.model.ledger import ledger_summary
 from trimtab.model.plan import Plan
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
@@ -34,10 +36,12 @@ from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.planner import plan_placement
 from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
+from trimtab.runtime.run.emulated import UNDISTURBED, Disturbance
 from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
 
 GPUS = 64  # logical ones of the local Ray
 ITERATIONS, COLD = 7, 2
+NOISE = 0.02  # of a component from iteration to iteration, with --seeds
 GOAL_MEDIAN, GOAL_WORST, GOAL_ADDED_S, GOAL_BETWEEN = 0.02, 0.05, 5e-3, 0.01
 CHAIN, ALONE, FEW, MANY = 4, 40, 6, 100  # components, rounds, and batches
 LONG_TAIL = ((0.5, 0.25), (0.75, 0.45), (0.9, 0.65), (1.0, 1.0))
@@ -253,6 +257,9 @@ class Row:
     predicted_s: float
     measured_s: float
     between_s: float  # what the run itself does at the end of an iteration
+    current: float | None  # error of predictions by the costs measured just before, at the median
+    unbooked: float  # share of the wall time
+    load: float  # of the machine, at the end
 
     @property
     def error(self) -> float:
@@ -260,8 +267,45 @@ class Row:
         return self.measured_s / self.predicted_s - 1
 
 
-def run(session: Any, folder: Path, job: PlacementJob, plan: Plan, iterations: int) -> tuple[list[float], list[float]]:
-    """Seconds of every iteration of an emulated job, and seconds that the run itself took at the end of each."""
+class Loaded:
+    """A component that passes on and saves real data; its steps take as long as emulated ones."""
+
+    def __init__(self, *, megabytes: float, place: Any) -> None:
+        import numpy as np
+
+        self.data = np.zeros(int(megabytes * 1e6 / 8))
+
+    def step(self, batch: Any) -> Any:
+        return self.data
+
+    def weights(self) -> Any:
+        return self.data
+
+    def sync(self, weights: Any, version: int) -> None:
+        self.data[:] = weights
+
+    def health(self) -> bool:
+        time.sleep(0.02)
+        return True
+
+    def save(self, path: Path) -> None:
+        self.snapshot()(path)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        copy = self.data.copy()
+        return lambda path: copy.tofile(path / "data")
+
+    def load(self, path: Path) -> None:
+        """Nothing: it is zeros."""
+
+
+def run(
+    session: Any, folder: Path, job: PlacementJob, plan: Plan, iterations: int, data: float = 0.0, seed: int = 0
+) -> tuple[Any, list[float]]:
+    """How an emulated job ended, and seconds that the run itself took at the end of each iteration.
+
+    With `data` its components pass on so many megabytes a batch, save them in every third iteration and are checked.
+    """
     from trimtab.runtime.run.ray_executor import RayExecutor
     from trimtab.runtime.run.run import Run
 
@@ -275,17 +319,29 @@ def run(session: Any, folder: Path, job: PlacementJob, plan: Plan, iterations: i
             super()._iteration_done(*arguments, **more)
             between.append(time.perf_counter() - began)
 
+    disturbance = Disturbance(noise=NOISE) if seed else UNDISTURBED
+    code = ComponentCode(disturbance=disturbance)
+    if data:
+        settings = {"megabytes": data}
+        code = ComponentCode("bench.run_fidelity:Loaded", settings, disturbance=disturbance, paced=True)
     asked = RunJob(
         job,
-        {name: ComponentCode() for name in job.workflow.names},
+        dict.fromkeys(job.workflow.names, code),
         iterations=iterations,
-        save_every=10_000,
+        seed=seed,
+        save_every=3 if data else 10_000,
+        near=Path(__file__).parents[1],
         rules=ReplanRules(mode=ReplanMode.auto),
     )
     end = Timed(asked, folder, RayExecutor(session), plan=plan).run()
     if end.state != "done":
         sys.exit(f"{folder.name} is {end.state}: {end.reason.sentence}")
-    return [one.wall_s for one in end.iterations if not one.extra], between
+    return end, between
+
+
+def walls_of(end: Any) -> list[float]:
+    """Seconds of every iteration without periodic work."""
+    return [one.wall_s for one in end.iterations if not one.extra]
 
 
 def counts(times: float) -> tuple[int, int]:
@@ -293,13 +349,20 @@ def counts(times: float) -> tuple[int, int]:
     return (ITERATIONS, COLD) if times == 1 else (3, 1)
 
 
-def fidelity(session: Any, folder: Path, chosen: list[Case], times: float, said: Callable[[Row], None]) -> list[Row]:
+def fidelity(
+    session: Any, folder: Path, chosen: list[Case], asked: argparse.Namespace, said: Callable[[Row], None]
+) -> list[Row]:
     """Run all workflows, one after another, in iterations that are so many times as long."""
     rows = []
-    iterations, cold = counts(times)
-    for number, case in enumerate(chosen):
-        job, plan = planned(replace(case, seconds=case.seconds * times))
-        walls, between = run(session, folder / f"flow{number}", job, plan, iterations)
+    iterations, cold = counts(asked.times)
+    seeds = range(1, asked.seeds + 1) if asked.seeds else [0]
+    for number, (case, seed) in enumerate((case, seed) for case in chosen for seed in seeds):
+        job, plan = planned(replace(case, seconds=case.seconds * asked.times))
+        end, between = run(session, folder / f"flow{number}", job, plan, iterations, asked.data, seed)
+        walls = walls_of(end)
+        off = [abs(error) for error in end.expected_errors[cold:]]
+        ledger = ledger_summary([(one.wall_s, one.booked) for one in end.iterations[cold:]])
+        assert ledger is not None
         row = Row(
             case.name,
             len(job.workflow.names),
@@ -309,6 +372,9 @@ def fidelity(session: Any, folder: Path, chosen: list[Case], times: float, said:
             plan.iteration_seconds,
             statistics.median(walls[cold:]),
             statistics.median(between[cold:]),
+            statistics.median(off) if off else None,
+            ledger.unbooked,
+            os.getloadavg()[0],
         )
         said(row)
         rows.append(row)
@@ -377,8 +443,10 @@ def hops(ray: Any, session: Any, folder: Path) -> Hops:
     """The way of one batch alone, and of many."""
 
     def busy_s(name: str, job: PlacementJob, plan: Plan, rounds: int) -> float:
-        walls, between = run(session, folder / name, job, plan, rounds + COLD)
-        return (statistics.median(walls[COLD:]) - statistics.median(between[COLD:])) / job.workflow.batches / CHAIN
+        end, between = run(session, folder / name, job, plan, rounds + COLD)
+        return (
+            (statistics.median(walls_of(end)[COLD:]) - statistics.median(between[COLD:])) / job.workflow.batches / CHAIN
+        )
 
     one, many = chain(1), chain(MANY)
     alone_s = busy_s("alone", one, separate(one), ALONE)
@@ -427,7 +495,8 @@ def say_row(row: Row) -> None:
     """A line of the table."""
     say(
         f"{row.name:<40}{row.components:>3}{row.gpus:>5}  {row.kind:<9}{row.predicted_s:>8.3f}{row.measured_s:>10.3f}"
-        f"{row.error:>9.2%}{row.between_s / row.measured_s:>9.2%}"
+        f"{row.error:>9.2%}{'-' if row.current is None else f'{row.current:.2%}':>9}{row.unbooked:>10.2%}"
+        f"{row.between_s / row.measured_s:>9.2%}{row.load:>6.1f}"
     )
 
 
@@ -449,6 +518,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="workflows whose name holds this")
     parser.add_argument("--plans", action="store_true", help="the plans, and nothing run")
     parser.add_argument("--times", type=float, default=1.0, help="iterations so many times as long (--times=4)")
+    parser.add_argument("--data", type=float, default=0.0, help="megabytes that each batch passes on (--data=100)")
+    parser.add_argument("--seeds", type=int, default=0, help="runs of each workflow with noise (--seeds=10)")
     asked, _ = parser.parse_known_args()
     chosen = [case for case in cases() if asked.only in case.name]
     if asked.plans:
@@ -458,14 +529,17 @@ def main() -> None:
     if not asked.json:
         iterations, cold = counts(asked.times)
         say(f"Predicted and measured iterations on a real Ray, {GPUS} logical GPUs; median of {iterations - cold}")
-        say(f"{'':<48}  {'plan':<9}{'predicted':>8}{'measured':>9}{'error':>9}{'between':>9}")
+        say(
+            f"{'':<48}  {'plan':<9}{'predicted':>8}{'measured':>9}{'error':>9}{'current':>9}"
+            f"{'unbooked':>10}{'between':>9}{'load':>6}"
+        )
     with a_session() as (ray, session), tempfile.TemporaryDirectory(prefix="bench-run-") as folder:
-        rows = fidelity(session, Path(folder), chosen, asked.times, (lambda row: None) if asked.json else say_row)
-        way = hops(ray, session, Path(folder))
+        rows = fidelity(session, Path(folder), chosen, asked, (lambda row: None) if asked.json else say_row)
+        way = None if asked.data or asked.seeds else hops(ray, session, Path(folder))
     errors = [abs(row.error) for row in rows]
     if asked.json:
         figures = [{**asdict(row), "error": row.error} for row in rows]
-        say(json.dumps({"workflows": figures, "hops": asdict(way)}))
+        say(json.dumps({"workflows": figures, "hops": way and asdict(way)}))
         return
     if errors:
         between = statistics.median(row.between_s / row.measured_s for row in rows)
@@ -473,7 +547,12 @@ def main() -> None:
             f"error: median {statistics.median(errors):.2%} [{GOAL_MEDIAN:.0%}], worst {max(errors):.2%} "
             f"[{GOAL_WORST:.0%}]; between two iterations: {between:.2%} of one [{GOAL_BETWEEN:.0%}]"
         )
-    say_hops(way)
+        current = [row.current for row in rows if row.current is not None]
+        if current:
+            say(f"by the costs measured just before: median {statistics.median(current):.2%}, worst {max(current):.2%}")
+        say(f"unbooked: median {statistics.median(row.unbooked for row in rows):.2%} of the wall time")
+    if way is not None:
+        say_hops(way)
 
 
 if __name__ == "__main__":
