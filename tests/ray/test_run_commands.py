@@ -259,7 +259,7 @@ def test_what_is_wrong_in_a_file_is_refused_by_its_key_before_anything_is_made(
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "JOB is missing"),
+        ([], "FILE is missing"),
         (["there/is/none.yaml"], "there is no file there/is/none.yaml"),
         (["small.yaml", "--local", "--address", "1.2.3.4:5"], "--local and --address exclude each other"),
         (["small.yaml", "--local", "--iterations", "0"], "iterations is not right: 0"),

@@ -166,3 +166,23 @@ def test_help_imports_no_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "['trimtab.cli.app']"
+
+
+EXAMPLES = ROOT / "examples"
+TABLES = [
+    ["plan", str(ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"), "--no-sensitivity"],
+    ["plan", str(EXAMPLES / "roles" / "trainer.yaml"), "--join", "1"],
+    ["profile", "logs", str(EXAMPLES / "logs" / "verl.jsonl"), "--gpus", "16"],
+    ["profile", "memory", "--model", str(EXAMPLES / "models" / "qwen2.5-1.5b")],
+    ["estimate", "--model", "qwen2.5-7b", "--gpu", "h100", "--mean-tokens", "1500", "--max-tokens", "4096"],
+    ["simulate", str(EXAMPLES / "simulate" / "journal"), "--policy", "fifo", "--policy", "las"],
+    ["schema", "profile"],
+]
+
+
+@pytest.mark.parametrize("words", TABLES, ids=lambda words: " ".join(words[:2]))
+def test_tables_fit_100_columns(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.search(r"\S {2,}\S.*\S {2,}\S", line)]
+    assert rows or words[0] == "schema"
+    assert [line for line in rows if len(line) > 100] == []

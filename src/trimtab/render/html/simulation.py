@@ -157,24 +157,22 @@ def print_pools(compared: PoolComparison) -> None:
 
 
 def pool_table(compared: PoolComparison) -> Table:
-    """A row per policy; with the spread where there are several seeds."""
-    classes, seeds = list(compared.runs[0].classes), compared.seeds
-    heads = [head for name in classes for head in (f">{name}: wait", ">p99", ">completion")]
+    """A row per class and policy; with the spread where there are several seeds."""
     rows = []
-    for row in compared.rows:
-        cells = [row.policy]
-        for name in classes:
-            cells.append(spread_text(row.figures[f"{name}.wait_mean_s"], seeds, brief))
-            cells += [brief(row.mean(f"{name}.{key}")) for key in ("wait_p99_s", "completion_mean_s")]
-        rows.append([*cells, f"{row.mean('evictions'):,.0f}", _share(row, "utilisation", seeds)])
-    return text_table(("policy", *heads, ">evictions", ">utilisation"), rows)
+    for name in compared.runs[0].classes:
+        for at, row in enumerate(compared.rows):
+            wait = spread_text(row.figures[f"{name}.wait_mean_s"], compared.seeds, brief)
+            times = (brief(row.mean(f"{name}.{key}")) for key in ("wait_p99_s", "completion_mean_s"))
+            whole = (f"{row.mean('evictions'):,.0f}", _share(row, "utilisation", compared.seeds))
+            rows.append(["" if at else name, row.policy, wait, *times, *(whole if name == ALL else ("", ""))])
+    return text_table(("class", "policy", ">wait", ">p99", ">completion", ">evictions", ">utilisation"), rows)
 
 
-def pool_page(compared: PoolComparison, command: str, verb: str = "simulate", until: str = LAST_SUBMISSION) -> str:
+def pool_page(compared: PoolComparison, command: str, until: str = LAST_SUBMISSION) -> str:
     """The pool_page as HTML. `command` made it; the time series end at `until`."""
     scenario = compared.scenario
     parts = [
-        _headline(compared, verb),
+        _headline(compared),
         advice_section(compared.advice),
         *(_class(name, compared) for name in compared.runs[0].classes),
         _cluster(compared, until),
@@ -185,7 +183,7 @@ def pool_page(compared: PoolComparison, command: str, verb: str = "simulate", un
     return page.document(scenario.name, parts, command=command)
 
 
-def _headline(compared: PoolComparison, verb: str) -> str:
+def _headline(compared: PoolComparison) -> str:
     first, top = compared.rows[0], next(iter(compared.runs[0].classes))
     seeds = "one seed" if compared.seeds == 1 else f"{compared.seeds} seeds"
     tiles = [
@@ -196,7 +194,7 @@ def _headline(compared: PoolComparison, verb: str) -> str:
         Tile("Checked", f"{compared.total('looks'):,}", "invariant checks passed", "good"),
     ]
     intro = ". ".join(map(capitalised, compared.scenario.assumptions()[:2]))
-    return page.header(f"trimtab {verb}", compared.scenario.name, f"{intro}.", tiles)
+    return page.header("trimtab simulate", compared.scenario.name, f"{intro}.", tiles)
 
 
 def _class(name: str, compared: PoolComparison) -> str:

@@ -120,7 +120,7 @@ class ReplaySummary:
         return self._compared().csv()
 
     def page(self, command: str) -> str:
-        return pool_page(self._compared(), command, "replay", "the end of the last task in the journal")
+        return pool_page(self._compared(), command, "the end of the last task in the journal")
 
     def show(self) -> None:
         record = self.record
