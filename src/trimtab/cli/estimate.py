@@ -37,31 +37,35 @@ def estimate(
     overrides: OverridesArgument = None,
     model: ModelOption = None,
     gpu: GpuOption = None,
-    rollout_gpu: Annotated[str | None, typer.Option("--rollout-gpu", help="GPU kind of rollout, if unlike.")] = None,
+    rollout_gpu: Annotated[
+        str | None, typer.Option("--rollout-gpu", help="GPU kind of rollout, if it differs.")
+    ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs in all.  [default: the fewest that fit]")] = None,
     rollout_gpus: Annotated[int | None, typer.Option("--rollout-gpus", help="GPUs of rollout alone.")] = None,
-    framework: Annotated[str | None, typer.Option("--framework", help="verl, nemo-rl, openrlhf, slime, ...")] = None,
+    framework: Annotated[
+        str | None, typer.Option("--framework", help="Framework: verl, nemo-rl, openrlhf, ...")
+    ] = None,
     release: Annotated[str | None, typer.Option("--release", help="Release, as in the public rows.")] = None,
-    algorithm: Annotated[str | None, typer.Option("--algorithm", help="grpo, ppo, dapo, gspo, rloo, ...")] = None,
+    algorithm: Annotated[str | None, typer.Option("--algorithm", help="Algorithm: grpo, ppo, dapo, gspo, ...")] = None,
     samples: SamplesOption = None,
     train_batch: Annotated[int | None, typer.Option("--train-batch", help="Answers of an optimiser step.")] = None,
     mean_tokens: MeanTokensOption = None,
     max_tokens: MaxTokensOption = None,
-    prompt_tokens: Annotated[float | None, typer.Option("--prompt-tokens", help="Of a prompt.")] = None,
+    prompt_tokens: Annotated[float | None, typer.Option("--prompt-tokens", help="Tokens of a prompt.")] = None,
     lengths: Annotated[
         Path | None, typer.Option("--lengths", help="Measured lengths: one a line, tokens,count, or JSONL.")
     ] = None,
-    mode: Annotated[str | None, typer.Option("--mode", help="sync, async, colocate or separate.")] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="Mode: sync, async, colocate or separate.")] = None,
     staleness: Annotated[float | None, typer.Option("--staleness", help="Steps that weights may be behind.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Unfinished answers go on with new weights.")] = False,
     rollout: EngineOption = "",
     train: TrainOption = "",
     transport: Annotated[str | None, typer.Option("--transport", help="Weight sync: broadcast, packed, delta.")] = None,
     turns: Annotated[int | None, typer.Option("--turns", help="Turns of an answer.")] = None,
-    tool_seconds: Annotated[float | None, typer.Option("--tool-seconds", help="Of tools in a turn.")] = None,
-    image_tokens: Annotated[float | None, typer.Option("--image-tokens", help="Of images in a prompt.")] = None,
+    tool_seconds: Annotated[float | None, typer.Option("--tool-seconds", help="Seconds of tools in a turn.")] = None,
+    image_tokens: Annotated[float | None, typer.Option("--image-tokens", help="Tokens of images in a prompt.")] = None,
     judge_seconds: Annotated[
-        float | None, typer.Option("--judge-seconds", help="That a judge on GPUs of its own adds to a rollout.")
+        float | None, typer.Option("--judge-seconds", help="Seconds that a judge on GPUs of its own adds.")
     ] = None,
     oversample: Annotated[
         float | None, typer.Option("--oversample", help="Answers decoded for each trained on (dynamic sampling).")

@@ -99,7 +99,7 @@ def memory(
     pp: Annotated[int, Option(help="Pipeline-parallel size of trainer and inference.")] = 1,
     ep: Annotated[int, Option(help="Expert-parallel size.")] = 1,
     zero: Annotated[int, Option(help="ZeRO stage: 0 none, 1 optimiser, 2 and gradients, 3 (FSDP) and weights.")] = 3,
-    optimizer: Annotated[str, Option(help="adam, adam8bit, adafactor, muon, sgd, sgd-momentum.")] = "adam",
+    optimizer: Annotated[str, Option(help="Optimiser: adam, adam8bit, adafactor, muon, sgd, sgd-momentum.")] = "adam",
     precision: Annotated[str, Option(help="Precision of the weights in training.")] = "bf16",
     gradients: Annotated[str, Option(help="Precision of the gradients.")] = "fp32",
     master_weights: Annotated[
@@ -234,8 +234,8 @@ def layers(
         str | None, Option("--model-name", "-m", help="Name of the model in the files.  [default: the factory's]")
     ] = None,
     batch_size: Annotated[int, Option("--batch-size", "-b", help="Microbatch size.")] = 8,
-    dtype: Annotated[str, Option(help="torch.float32, torch.bfloat16, ...")] = "torch.float32",
-    device: Annotated[str, Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    dtype: Annotated[str, Option(help="PyTorch dtype: torch.float32, torch.bfloat16, ...")] = "torch.float32",
+    device: Annotated[str, Option(help="Device: cpu, cuda or cuda:1.")] = "cpu",
     repeats: Annotated[int, Option(help="Measured passes; the median counts.")] = 5,
     warmup: Annotated[int, Option(help="Warm-up passes.")] = 2,
     threads: Annotated[int | None, Option(help="CPU threads.  [default: torch's]")] = None,

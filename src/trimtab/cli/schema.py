@@ -22,7 +22,7 @@ class SchemaKind(str, enum.Enum):
 
 
 def schema(
-    kind: Annotated[SchemaKind, Argument(help="job, scenario (of `simulate`) or profile.")] = SchemaKind.job,
+    kind: Annotated[SchemaKind, Argument(help="File: job, scenario (of `simulate`) or profile.")] = SchemaKind.job,
     output: OutputOption = None,
 ) -> None:
     """Print the JSON Schema of a file, for completion and checks in an editor.
