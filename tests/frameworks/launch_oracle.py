@@ -33,6 +33,13 @@ SUFFIXES = (".sh", ".slurm", ".sub")
 
 def started(name: str, script: Path, folder: Path, environment: dict[str, str]) -> list[list[str]] | None:
     """The arguments of every trainer that a script starts; None if it does not run here."""
+    batch = "\n".join(re.findall(r"^#SBATCH (.*)", (folder / script).read_text(errors="replace"), re.MULTILINE))
+    for names, option in (
+        (("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), r"(?:-N |--nodes[= ])(\d+)"),
+        (("SLURM_GPUS_ON_NODE",), r"--(?:gres=gpu|gpus-per-node=?):?(?:\w+:)?(\d+)"),
+    ):
+        if found := re.search(option, batch):
+            environment = {**environment, **dict.fromkeys(names, found[1])}
     try:
         records = run_recorded(["bash", str(script)], folder, environment, limit_s=30)
     except InputError:

@@ -151,7 +151,7 @@ def _brace_parts(word: str, start: int) -> tuple[list[str], int]:
 # ---- pieces ---------------------------------------------------------------------------------------------------------
 
 
-def _pieces(word: str, scope: Scope, *, quoted: bool, tilde: bool = False) -> list[Piece]:
+def _pieces(word: str, scope: Scope, *, quoted: bool, tilde: bool = False, in_braces: bool = False) -> list[Piece]:
     found: list[Piece] = []
     at = 0
     if tilde and word.startswith("~") and (len(word) == 1 or word[1] == "/"):
@@ -172,6 +172,8 @@ def _pieces(word: str, scope: Scope, *, quoted: bool, tilde: bool = False) -> li
                 found.append((f"\\{following}", True))
             else:
                 found.append((following, True))
+        elif char == '"' and in_braces and quoted:  # "${x:-"y"}"
+            at += 1
         elif char == "'" and not quoted:
             end = word.find("'", at + 1)
             end = len(word) if end < 0 else end
@@ -335,7 +337,7 @@ def _with_default(
 
 def _expanded(word: str, scope: Scope, quoted: bool) -> list[Piece]:
     """The word after `:-`: its own text is split like an expansion."""
-    pieces = _pieces(word, scope, quoted=quoted, tilde=True)
+    pieces = _pieces(word, scope, quoted=quoted, tilde=True, in_braces=True)
     return [piece if piece[1] is not None else (piece[0], False) for piece in pieces]
 
 

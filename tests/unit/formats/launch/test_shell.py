@@ -46,6 +46,7 @@ CASES = [
     'eval "show $((1 + 1)) \\"q r\\""; x=5; show "a$x"b"$x"; show a"b c"\'d e\'',
     'show "${UNSET:=given}" "$UNSET"; : "${OTHER:=w}"; show $OTHER',
     'OPTIND=1; set -- -n 4 -v rest; while getopts "n:v" o; do show $o "${OPTARG:-}"; done',
+    'w="a b"; show "${x:-"$w/c d"}" "${x:-"e"f}" ${x:-"g h"} "${x:-\'i\'}"',
     "x=1 # a comment\nshow a \\\n  b # more\nshow c;# end",
     'cd sub && show "$(basename "$PWD")"; cd - > /dev/null; show "$(basename "$(pwd)")"',
     'show ~/x "~/x" *.sh nothing* "*.sh" [l]ib.sh',

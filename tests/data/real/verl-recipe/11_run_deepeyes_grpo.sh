@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Values of verl-recipe/deepeyes/run_deepeyes_grpo.sh; the form is one that public scripts have.
+set -euxo pipefail
+TRAIN_BATCH_SIZE=128  # data.train_batch_size
+MAX_PROMPT_LENGTH=$((1024 * 8))  # data.max_prompt_length
+MAX_RESPONSE_LENGTH=$((1024 * 16))  # data.max_response_length
+ADV_ESTIMATOR=grpo  # algorithm.adv_estimator
+PATH_MOD=ref_model_path  # actor_rollout_ref.model.path
+PPO_MINI_BATCH_SIZE_ACT=128  # actor_rollout_ref.actor.ppo_mini_batch_size
+ULYSSES_SEQUENCE_PARALLEL_SIZE_ACT=1  # actor_rollout_ref.actor.ulysses_sequence_parallel_size
+TENSOR_MODEL_PARALLEL_SIZE_ROL=1  # actor_rollout_ref.rollout.tensor_model_parallel_size
+NAME_ROL=sglang  # actor_rollout_ref.rollout.name
+N_ROL=8  # actor_rollout_ref.rollout.n
+GPU_MEMORY_UTILIZATION_ROL=0.8  # actor_rollout_ref.rollout.gpu_memory_utilization
+N_GPUS_PER_NODE=8  # trainer.n_gpus_per_node
+NNODES=1  # trainer.nnodes
+
+COMMON=(
+    data.train_batch_size=$TRAIN_BATCH_SIZE
+    data.max_prompt_length=$MAX_PROMPT_LENGTH
+    data.max_response_length=$MAX_RESPONSE_LENGTH
+    algorithm.adv_estimator=$ADV_ESTIMATOR
+    actor_rollout_ref.model.path=$PATH_MOD
+    actor_rollout_ref.actor.ppo_mini_batch_size=$PPO_MINI_BATCH_SIZE_ACT
+)
+TRAIN=(
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size="${ULYSSES_SEQUENCE_PARALLEL_SIZE_ACT}"
+    actor_rollout_ref.rollout.tensor_model_parallel_size="${TENSOR_MODEL_PARALLEL_SIZE_ROL}"
+    actor_rollout_ref.rollout.name="${NAME_ROL}"
+    actor_rollout_ref.rollout.n="${N_ROL}"
+    actor_rollout_ref.rollout.gpu_memory_utilization="${GPU_MEMORY_UTILIZATION_ROL}"
+    trainer.n_gpus_per_node="${N_GPUS_PER_NODE}"
+    trainer.nnodes="${NNODES}"
+)
+EXTRA=()
+if [ "${MACHINE:-}" = gb200 ]; then
+    EXTRA+=(unused=1)
+fi
+python3 -m verl.trainer.main_ppo "${COMMON[@]}" "${TRAIN[@]}" "${EXTRA[@]}" "$@"

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Values of verl-recipe/fapo/run_fapo_7b.sh; the form is one that public scripts have.
+#SBATCH --job-name=train
+#SBATCH --exclusive
+export MAX_PROMPT_LENGTH=$((1024 * 2))
+export MAX_RESPONSE_LENGTH=$((1024 * 8))
+export TRAIN_BATCH_SIZE=512
+export N_ROL=8
+export ADV_ESTIMATOR=grpo
+export USE_DYNAMIC_BSZ_ACT=True
+export NAME_ROL=vllm
+export PATH_MOD=/root/verl/models/Qwen2.5-Math-7B
+export PPO_MINI_BATCH_SIZE_ACT=32
+export ULYSSES_SEQUENCE_PARALLEL_SIZE_ACT=1
+export GPU_MEMORY_UTILIZATION_ROL=0.80
+export TENSOR_MODEL_PARALLEL_SIZE_ROL=1
+export N_GPUS_PER_NODE=8
+export NNODES=2
+
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+head_ip=$(srun --nodes=1 -w "$head_node" hostname --ip-address)
+srun --nodes=1 --ntasks=1 -w "$head_node" ray start --head --node-ip-address="$head_ip" --block &
+sleep 10
+srun --overlap --nodes=1 --ntasks=1 -w "$head_node" bash -c "python3 -m verl.trainer.main_ppo data.max_prompt_length=$MAX_PROMPT_LENGTH data.max_response_length=$MAX_RESPONSE_LENGTH data.train_batch_size=$TRAIN_BATCH_SIZE actor_rollout_ref.rollout.n=$N_ROL algorithm.adv_estimator=$ADV_ESTIMATOR actor_rollout_ref.actor.use_dynamic_bsz=$USE_DYNAMIC_BSZ_ACT actor_rollout_ref.rollout.name=$NAME_ROL actor_rollout_ref.model.path=$PATH_MOD actor_rollout_ref.actor.ppo_mini_batch_size=$PPO_MINI_BATCH_SIZE_ACT actor_rollout_ref.actor.ulysses_sequence_parallel_size=$ULYSSES_SEQUENCE_PARALLEL_SIZE_ACT actor_rollout_ref.rollout.gpu_memory_utilization=$GPU_MEMORY_UTILIZATION_ROL actor_rollout_ref.rollout.tensor_model_parallel_size=$TENSOR_MODEL_PARALLEL_SIZE_ROL trainer.n_gpus_per_node=$N_GPUS_PER_NODE trainer.nnodes=$NNODES"

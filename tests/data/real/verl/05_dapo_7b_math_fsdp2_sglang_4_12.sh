@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Values of verl/verl/experimental/one_step_off_policy/shell/dapo_7b_math_fsdp2_sglang_4_12.sh; the form is one that public scripts have.
+#SBATCH --job-name=train
+#SBATCH --exclusive
+export MAX_PROMPT_LENGTH=$((1024 * 2))
+export MAX_RESPONSE_LENGTH=$((1024 * 8))
+export TRAIN_BATCH_SIZE=512
+export N_ROL=12
+export ADV_ESTIMATOR=grpo
+export HYBRID_ENGINE=False
+export USE_DYNAMIC_BSZ_ACT=True
+export PATH_MOD=/root/verl/models/Qwen2.5-Math-7B
+export PPO_MINI_BATCH_SIZE_ACT=32
+export ULYSSES_SEQUENCE_PARALLEL_SIZE_ACT=4
+export GPU_MEMORY_UTILIZATION_ROL=0.80
+export TENSOR_MODEL_PARALLEL_SIZE_ROL=2
+export NAME_ROL=sglang
+export NNODES=2
+export N_GPUS_PER_NODE=6
+export NNODES_ROL=2
+export N_GPUS_PER_NODE_ROL=2
+
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+head_ip=$(srun --nodes=1 -w "$head_node" hostname --ip-address)
+srun --nodes=1 --ntasks=1 -w "$head_node" ray start --head --node-ip-address="$head_ip" --block &
+sleep 10
+srun --overlap --nodes=1 --ntasks=1 -w "$head_node" bash -c "python3 -m verl.experimental.one_step_off_policy.main_ppo data.max_prompt_length=$MAX_PROMPT_LENGTH data.max_response_length=$MAX_RESPONSE_LENGTH data.train_batch_size=$TRAIN_BATCH_SIZE actor_rollout_ref.rollout.n=$N_ROL algorithm.adv_estimator=$ADV_ESTIMATOR actor_rollout_ref.hybrid_engine=$HYBRID_ENGINE actor_rollout_ref.actor.use_dynamic_bsz=$USE_DYNAMIC_BSZ_ACT actor_rollout_ref.model.path=$PATH_MOD actor_rollout_ref.actor.ppo_mini_batch_size=$PPO_MINI_BATCH_SIZE_ACT actor_rollout_ref.actor.ulysses_sequence_parallel_size=$ULYSSES_SEQUENCE_PARALLEL_SIZE_ACT actor_rollout_ref.rollout.gpu_memory_utilization=$GPU_MEMORY_UTILIZATION_ROL actor_rollout_ref.rollout.tensor_model_parallel_size=$TENSOR_MODEL_PARALLEL_SIZE_ROL actor_rollout_ref.rollout.name=$NAME_ROL trainer.nnodes=$NNODES trainer.n_gpus_per_node=$N_GPUS_PER_NODE rollout.nnodes=$NNODES_ROL rollout.n_gpus_per_node=$N_GPUS_PER_NODE_ROL"
