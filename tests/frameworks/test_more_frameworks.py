@@ -34,7 +34,10 @@ from trimtab.plan.placement.timeline import to_plan
 
 pytestmark = pytest.mark.frameworks
 
-COLUMNS = ("not planned", "read right", "refused", "wrong", "slower plans", "refused as it is", "own checks refuse")
+COLUMNS = (
+    *("not planned", "read right", "refused", "wrong", "slower plans", "refused as it is", "own checks refuse"),
+    *("script right", "script refused", "script wrong"),
+)
 
 
 @dataclass
@@ -98,6 +101,19 @@ def judge(kind: type[FrameworkConfig], case: Case, folder: Path) -> tuple[str, s
     return "read right", "", (*settings.words, *gone)
 
 
+def as_a_script(kind: type[FrameworkConfig], case: Case) -> tuple[str, str]:
+    """The column of a launch script that is given as it is, and what to say of it."""
+    try:
+        loaded = load(case.launch.script, (), profile_of(kind, case))
+    except (InputError, InfeasibleError) as error:
+        return "script refused", str(error)
+    assert loaded.current is not None
+    ranks, workflow = loaded.current.ranks, loaded.job.workflow
+    found = len(ranks["rollout"]), len(ranks[kind.REQUIRED[1]]), workflow.batches, workflow.staleness
+    meant = case.rollout, case.trainer, case.batch, case.staleness
+    return ("script right", "") if found == meant else ("script wrong", f"read {found}, is {meant}")
+
+
 def table(
     kind: type[FrameworkConfig],
     cases: list[Case],
@@ -112,6 +128,11 @@ def table(
         column, why, words = judge(kind, case, folder)
         counts[column] += 1
         lines += [f"  {column}: {case.name}: {' '.join(why.split())[:300]}"] if why else []
+        if column == "read right" and case.launch.script.suffix == ".sh":
+            column, why = as_a_script(kind, case)
+            counts[column] += 1
+            lines += [f"  {column}: {case.name}: {' '.join(why.split())[:300]}"] if why else []
+            column = "read right"
         if column == "read right":
             # The launch as it is, and as it is planned: what its own checks refuse anyhow says nothing of a plan.
             asked += [checked(case, ()), checked(case, words)]
@@ -138,7 +159,14 @@ def held(counts: Counter[str]) -> None:
     planned = sum(counts[column] for column in ("read right", "refused", "wrong", "slower plans"))
     assert counts["read right"] >= 0.95 * planned
     assert counts["refused"] <= 0.05 * planned
-    assert counts["wrong"] == counts["slower plans"] == counts["own checks refuse"] == 0
+    assert counts["wrong"] == counts["slower plans"] == counts["own checks refuse"] == counts["script wrong"] == 0
+    assert counts["script refused"] <= 0.05 * counts["script right"] + 1
+
+
+@pytest.fixture(autouse=True)
+def _what_scripts_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BASE_FOLDER", "MASTER_ADDR", "HOSTFILE", "MLP_WORKER_0_HOST"):
+        monkeypatch.setenv(name, "/root")
 
 
 # ---- slime -----------------------------------------------------------------------------------------------------------
