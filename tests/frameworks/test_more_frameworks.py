@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from test_corpus import checkout, relations
-from test_own_placement_code import ask
+from test_own_placement_code import ROOT, ask
 
 from script_words import started
 from trimtab.core.errors import InfeasibleError, InputError
@@ -27,6 +27,7 @@ from trimtab.formats.frameworks.skyrl import SkyRl
 from trimtab.formats.frameworks.slime import Slime
 from trimtab.formats.launch.launch import Launch
 from trimtab.formats.load import load
+from trimtab.formats.modes import plan_modes
 from trimtab.model.workflow import ComponentProfile, Profile
 from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import best_plan
@@ -317,3 +318,55 @@ def test_prime_rls_configs_are_read_and_its_checks_take_what_is_written(
     cases = list(prime_rl_cases(root))
     answered = lambda a: ask(".venv-prime-rl", "prime_rl_checks.py", a)  # noqa: E731
     held(table(PrimeRl, cases, tmp_path, checked, answered, capsys))
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+def mode_words(name: str, more: tuple[str, ...] = ()) -> dict[str, tuple[str, ...]]:
+    """All words of each other mode of an example, planned with made-up costs."""
+    path = ROOT / "examples" / "frameworks" / name
+    costs = {"rollout": 60.0, "inference": 10.0, "actor": 40.0, "policy": 40.0, "trainer": 40.0}
+    profile = Profile("test", tuple(ComponentProfile(part, ((8, seconds),)) for part, seconds in costs.items()))
+    found = plan_modes(load(path, more, profile), lambda words: load(path, (*more, *words), profile))
+    assert all(not mode.reason for mode in found), found
+    return {mode.mode: mode.words for mode in found}
+
+
+def test_slimes_own_checks_take_its_other_modes() -> None:
+    data = yaml.safe_load((ROOT / "examples" / "frameworks" / "slime.yaml").read_text())
+    own = [f"--{key.replace('_', '-')}={value}" for key, value in data.items() if key != "colocate"]
+    cases = [
+        {"checkout": str(checkout("slime")), "script": "train_async.py", "words": [*own, "--num-rollout=9", *words]}
+        for words in mode_words("slime.yaml").values()
+    ]
+    answers = ask(".venv-skyrl", "slime_checks.py", cases)
+    assert len(answers) == 2
+    assert all("error" not in answer and answer["trainer"] + answer["rollout"] <= 16 for answer in answers), answers
+
+
+def test_skyrls_own_checks_take_its_other_modes() -> None:
+    data = yaml.safe_load((ROOT / "examples" / "frameworks" / "skyrl.yaml").read_text())
+
+    def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            found |= flat(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+        return found
+
+    cases = []
+    for words in mode_words("skyrl.yaml").values():
+        values = {**flat(data), **dict(word.split("=", 1) for word in words)}
+        cases.append([f"{key}={value}" for key, value in values.items()])
+    answers = ask(".venv-skyrl", "skyrl_checks.py", cases)
+    assert len(answers) == 2
+    assert all("error" not in answer and not answer["shared"] for answer in answers), answers
+
+
+def test_prime_rls_own_checks_take_its_other_mode() -> None:
+    (words,) = mode_words("prime_rl.toml", ("++orchestrator.max_off_policy_steps=0",)).values()
+    file = str(ROOT / "examples" / "frameworks" / "prime_rl.toml")
+    case = {"checkout": str(checkout("prime-rl")), "files": [file], "words": list(words)}
+    (answer,) = ask(".venv-prime-rl", "prime_rl_checks.py", [case])
+    assert "error" not in answer, answer
+    assert answer["trainer"] + answer["rollout"] == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
@@ -43,6 +43,7 @@ from trimtab.render.output import Format, answer, err, out, share
 if TYPE_CHECKING:
     from trimtab.formats.estimated_costs import EstimatedJob
     from trimtab.formats.loaded import LoadedJob, PlanSettings
+    from trimtab.formats.modes import ModePlan
     from trimtab.model.plan import PlacementAnswer
 
 log = logging.getLogger("trimtab.plan")
@@ -161,12 +162,33 @@ def plan(
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
     settings = _settings(loaded, result)
+    modes = (
+        () if as_overrides or from_run is not None else _modes(loaded, overrides or [], profile, given, rollout, train)
+    )
     _write_pictures(result, settings, loaded, report, svg, trace, searched)
     if output is not None:
         _write_to(output, loaded, settings)
     if apply:
         _apply(loaded, settings)
-    _show(result, settings, loaded, None if as_overrides else form, searched, noise_share)
+    _show(result, settings, loaded, None if as_overrides else form, searched, noise_share, modes)
+
+
+def _modes(
+    loaded: LoadedJob, overrides: list[str], profile: Path | None, given: dict[str, Any], rollout: str, train: str
+) -> tuple[ModePlan, ...]:
+    """The framework's other modes, planned with the same costs."""
+    from trimtab.formats.modes import plan_modes
+
+    if not loaded.modes or not loaded.path.is_file():
+        return ()
+
+    def read(more: Sequence[str]) -> LoadedJob:
+        words = [*overrides, *more]
+        if given or rollout or train:
+            return _estimated(loaded.path, words, profile, None, {**given, "rollout": rollout, "train": train}).loaded
+        return _read(loaded.path, words, profile, None)[0]
+
+    return plan_modes(loaded, read)
 
 
 def _estimated(
@@ -231,6 +253,7 @@ def _show(
     form: Format | None,
     searched: float,
     noise: float,
+    modes: Sequence[ModePlan],
 ) -> None:
     if form is None:
         from trimtab.formats.write_back import shell_words
@@ -245,9 +268,9 @@ def _show(
 
     other = _other_settings(loaded, result)
     answer(
-        as_data(result, settings, loaded.file_format, searched, other),
+        as_data(result, settings, loaded.file_format, searched, other, modes),
         form,
-        lambda: print_text(result, settings, searched, noise, other),
+        lambda: print_text(result, settings, searched, noise, other, modes),
     )
 
 

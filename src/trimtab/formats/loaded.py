@@ -38,6 +38,19 @@ class LaunchedScript:
 
 
 @dataclass(frozen=True)
+class OtherMode:
+    """A mode of a framework beside that of a config: the overrides that read the config in it.
+
+    `words` are those that the framework's command line needs beside the plan's; `needs` are what no word can say.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LoadedJob:
     """A job file, read.
 
@@ -56,3 +69,4 @@ class LoadedJob:
     literal: Callable[[str], bool] = lambda key: False
     states: Callable[[str, Any], bool] = lambda key, value: False
     script: LaunchedScript | None = None
+    modes: tuple[OtherMode, ...] = ()

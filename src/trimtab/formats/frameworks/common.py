@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from trimtab.core.errors import InfeasibleError, InputError, nearest
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
 from trimtab.formats.launch.launch import ConfigSource, Launch
-from trimtab.formats.loaded import LoadedJob, PlanSettings
+from trimtab.formats.loaded import LoadedJob, OtherMode, PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
@@ -129,6 +129,7 @@ class FrameworkConfig(ABC):
             assumptions=(*self.composed.assumptions, *self.assumptions, *self.notes(), *([note] if others else [])),
             literal=self.composed.literal,
             states=self.composed.states,
+            modes=tuple(self.other_modes()),
             script=self.composed.script,
         )
 
@@ -223,6 +224,17 @@ class FrameworkConfig(ABC):
     def notes(self) -> Iterable[str]:
         """Assumptions beyond the costs."""
         return ()
+
+    def other_modes(self) -> Iterable[OtherMode]:
+        """The framework's modes beside that of the config, for a synchronous one."""
+        return ()
+
+    def cluster_overrides(self) -> tuple[str, ...]:
+        """Overrides that keep the cluster, where its nodes are alike."""
+        sizes = {node.gpus for node in self.cluster.nodes}
+        if len(sizes) != 1:
+            return ()
+        return (f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={sizes.pop()}")
 
     @abstractmethod
     def current(self) -> CurrentPlacement | None:

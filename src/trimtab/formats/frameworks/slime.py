@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from trimtab.formats.frameworks import trainer_and_engines as pools
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.flags import flags
 from trimtab.formats.launch.launch import ConfigSource, Launch
-from trimtab.formats.loaded import PlanSettings
+from trimtab.formats.loaded import OtherMode, PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait
 from trimtab.model.plan import Plan
@@ -232,6 +232,26 @@ class Slime(pools.TrainerAndEngines):
         if self.reader.has(_GROUPS):
             notes.append("engines are as the sglang_config says: their GPUs stay")
         return notes
+
+    def other_modes(self) -> Iterator[OtherMode]:
+        halves = None if self.ahead or self.reader.has(_GROUPS) else self.halves(self.engine)
+        if halves is None or not halves[1]:
+            return
+        nodes, per_node = self.shape(halves[0])
+        overrides = (
+            f"++{_SCRIPT}={_ASYNC}",
+            *(("~colocate",) if self.reader.has("colocate") else ()),
+            f"++actor_num_nodes={nodes}",
+            f"++actor_num_gpus_per_node={per_node}",
+            f"++rollout_num_gpus={halves[1]}",
+            *self.cluster_overrides(),
+        )
+        needs = (f"start {_ASYNC} instead of train.py", *(("leave out --colocate",) if self.shared else ()))
+        yield OtherMode("one step off", overrides, (), needs)
+        path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+        if not self.reader.has("rollout_function_path"):
+            ahead = (*overrides, f"++rollout_function_path={path}")
+            yield OtherMode("fully async", ahead, (f"--rollout-function-path={path}",), needs)
 
     def settings(self, plan: Plan) -> PlanSettings:
         trainer, rollout = len(plan.group_of("actor").gpus), len(plan.group_of("rollout").gpus)

@@ -66,6 +66,15 @@ class TrainerAndEngines(FrameworkConfig):
         whole = (size for size in sizes if size <= self.per_node or size % self.per_node == 0)
         return Variant(multiple_of=parallel, gpus=tuple(size for size in whole if runs(size // parallel)))
 
+    def halves(self, engine: int) -> tuple[int, int] | None:
+        """GPUs of the trainer and of the engines if the trainer gets at most half of them; None if none fit."""
+        trainer = self.sizes(self.REQUIRED[1])
+        fitting = [size for size in trainer.gpus or () if size <= self.cluster.gpus // 2]
+        if not fitting:
+            return None
+        rest = self.cluster.gpus - fitting[-1]
+        return fitting[-1], rest - rest % engine
+
     def can_share(self) -> bool:
         return True
 

@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.defaults import merged, verl_defaults
 from trimtab.formats.launch.hydra_app import hydra_launch
 from trimtab.formats.launch.launch import ConfigSource, Launch
-from trimtab.formats.loaded import PlanSettings
+from trimtab.formats.loaded import OtherMode, PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait, number, step_number
 from trimtab.formats.write_back import block_text, nested
@@ -317,6 +317,15 @@ class Verl(FrameworkConfig):
                 "(ppo_mini_batch_size x require_batches x trigger_parameter_sync_step); the costs are of as many"
             )
         return notes
+
+    def other_modes(self) -> Iterator[OtherMode]:
+        overrides = tuple(self._separation_overrides()) if self.mode == "sync" else ()
+        if overrides:
+            own = tuple(word for word in overrides if not word.startswith("++trimtab.") and "nnodes" not in word)
+            own = tuple(word for word in own if "n_gpus_per_node" not in word)
+            is_v1 = any("trainer_mode" in word for word in overrides)
+            needs = () if is_v1 else ("start verl's one_step_off_policy.main_ppo",)
+            yield OtherMode("separate_async" if is_v1 else "one_step_off", overrides, own, needs)
 
     def _separation_overrides(self) -> list[str]:
         """Overrides that give the rollout half of the GPUs, in this verl's mode for separate pools."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -14,7 +15,7 @@ from trimtab.plan.placement.compare import time_text
 from trimtab.render.output import out, picked, print_list, text_table
 
 if TYPE_CHECKING:
-    from trimtab.formats.loaded import PlanSettings
+    from trimtab.formats.modes import ModePlan
     from trimtab.machines.nodes.roles import RoleAdvice
     from trimtab.model.plan import Plan
     from trimtab.model.workflow import Cluster
@@ -24,7 +25,12 @@ HEADING = "Best placement for this task is:"
 
 
 def as_data(
-    answer: PlacementAnswer, settings: PlanSettings, dialect: str, searched: float, other: PlanSettings | None = None
+    answer: PlacementAnswer,
+    settings: PlanSettings,
+    dialect: str,
+    searched: float,
+    other: PlanSettings | None = None,
+    modes: Sequence[ModePlan] = (),
 ) -> dict[str, Any]:
     """The data of `--format json` and `yaml`.
 
@@ -68,6 +74,9 @@ def as_data(
         },
         "scaling": _scaling(answer.scaling, other),
         "kept": answer.kept,
+        "modes": [
+            picked(mode, "mode", "seconds", "staleness", "placement", "words", "needs", "reason") for mode in modes
+        ],
         "interval": answer.interval and picked(answer.interval, "holds", "loss", "factors", "becomes"),
         "assumptions": list(answer.assumptions),
         "dialect": dialect,
@@ -103,7 +112,12 @@ def groups_data(plan: Plan) -> list[dict[str, Any]]:
 
 
 def print_text(
-    answer: PlacementAnswer, settings: PlanSettings, searched: float, noise: float, other: PlanSettings | None = None
+    answer: PlacementAnswer,
+    settings: PlanSettings,
+    searched: float,
+    noise: float,
+    other: PlanSettings | None = None,
+    modes: Sequence[ModePlan] = (),
 ) -> None:
     """Print the answer; the placement block comes last, ready to copy."""
     best = answer.best
@@ -120,6 +134,10 @@ def print_text(
     if answer.alternatives:
         out.print()
         out.print(_alternatives(answer.alternatives, best))
+    if modes:
+        out.print()
+        out.print(_modes(modes, best))
+        print_list("What the other modes need", _mode_needs(modes))
     if answer.near_ties:
         out.print(f"\n[bold]Near ties[/] (within {noise:.0%}, the noise of a measurement; prefer the simpler plan)")
         for tie in answer.near_ties:
@@ -231,6 +249,20 @@ def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
         seconds = f"{unit * other.plan.iteration_seconds:.1f}"
         rows.append((other.label, seconds, f"{ratio:.2f}x", f"{other.plan.describe()}: {other.reason}"))
     return text_table(("compared with", f">{word}", ">slower", "placement, and why it loses"), rows)
+
+
+def _modes(modes: Sequence[ModePlan], best: Plan) -> Table:
+    word, unit = _unit(best)
+    rows = [("as planned", f"{unit * best.iteration_seconds:.1f}", "", best.describe())]
+    for mode in modes:
+        seconds = "-" if mode.seconds is None else f"{unit * mode.seconds:.1f}"
+        rows.append((mode.mode, seconds, str(mode.staleness) if mode.words else "", mode.placement or mode.reason))
+    return text_table(("mode", f">{word}", ">weights' age", "placement"), rows)
+
+
+def _mode_needs(modes: Sequence[ModePlan]) -> list[str]:
+    """For each mode that can be planned, all that has to be set."""
+    return [f"{mode.mode}: {'; '.join((*mode.needs, ' '.join(mode.words)))}" for mode in modes if mode.words]
 
 
 def _range(row: Sensitivity) -> str:
