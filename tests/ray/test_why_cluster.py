@@ -393,7 +393,7 @@ def test_something_else_that_listens_is_not_taken_for_a_cluster() -> None:
         ({"overrides": ["a=1"]}, "need --would-fit"),
         ({"live": True, "every": 0.0}, "--every"),
         ({"live": True, "every": float("nan")}, "--every"),
-        ({"watch": 1.0, "would_fit": Path("job.yaml")}, "exclude each other"),
+        ({"live": True, "would_fit": Path("job.yaml")}, "without NAME and --would-fit"),
     ],
 )
 def test_wrong_calls_are_refused(options: dict[str, Any], says: str) -> None:

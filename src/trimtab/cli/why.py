@@ -78,15 +78,15 @@ def why(
         trimtab why --would-fit job.yaml cluster.nodes=4
     """
     words = [word for word in (name, *(overrides or ())) if word is not None]
-    if would_fit is None and profile is not None:
-        raise InputError("--profile needs --would-fit", hint="trimtab why --would-fit job.yaml KEY=VALUE")
+    if would_fit is None and (profile is not None or any("=" in word for word in words)):
+        raise InputError("KEY=VALUE and --profile need --would-fit", hint="trimtab why --would-fit job.yaml KEY=VALUE")
     if live and (would_fit is not None or words):
         raise InputError("--live shows all that waits, without NAME and --would-fit", where="command line")
     check_seconds(every, "--every", SHORTEST_S)
     if would_fit is not None:
         never = _would_fit(would_fit, words, profile, address, form)
     elif len(words) > 1:
-        raise InputError("one NAME at a time", where="command line", hint="KEY=VALUE needs --would-fit")
+        raise InputError("one NAME at a time", where="command line")
     elif words:
         _explain(words[0], address, controller, url, token_file, form)
         return
