@@ -25,7 +25,7 @@ def blocks(page: Path) -> list[str]:
 
 # These start clusters and engines, and what they show is tested by its own name too.
 LONG = re.compile(
-    r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml|profile layers|layers\.py|partition .*--run|--emulate"
+    r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml|profile layers|layers\.py|pipeline .*--run|--emulate"
 )
 
 
