@@ -177,6 +177,9 @@ PLACED = {
     "roll": _launches("roll")[0]["config"],
     "trl": {"use_vllm": True, "vllm_mode": "server", "num_processes": 6, "vllm_serve": {"tensor_parallel_size": 2},
             "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8},
+    "slime": _tree(EXAMPLES / "frameworks" / "slime.yaml"),
+    "skyrl": _tree(EXAMPLES / "frameworks" / "skyrl.yaml"),
+    "prime_rl": _launches("prime_rl")[0]["config"],
 }  # fmt: skip
 MODULES = {name: FRAMEWORKS[name.removesuffix(" embodied")] for name in PLACED}
 
@@ -199,6 +202,7 @@ def _framework(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], A
             "old_log_prob",
             "ref",
             "values",
+            "trainer",
         )
         profile = Profile("x", tuple(ComponentProfile(one, ((8, 10.0),)) for one in components))
 
