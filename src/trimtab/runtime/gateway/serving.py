@@ -204,7 +204,10 @@ class PendingCall:
                 await self._all_submitted
                 if self._left:
                     raise Refusal(503, f"stopped before {len(self._left)} answers were begun", code="stopping")
-            return [Completion(tuple([await request.answered for request in row])) for row in self._submitted]
+            answered = []
+            for row in self._submitted:  # Python 3.10 has no await in a nested comprehension
+                answered.append(Completion(tuple([await request.answered for request in row])))
+            return answered
         except BaseException:
             self.cancel()
             raise

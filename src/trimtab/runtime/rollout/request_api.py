@@ -125,7 +125,10 @@ class RequestApi:
                     rows[-1].append(
                         request.answered if not request.answered.done() else self._retry_if_refused(request, options)
                     )
-            return [Completion(tuple([await future for future in row])) for row in rows]
+            answered = []
+            for row in rows:  # Python 3.10 has no await in a nested comprehension
+                answered.append(Completion(tuple([await future for future in row])))
+            return answered
         except BaseException:
             for request in pending:
                 self.cancel(request.spec.id)
