@@ -118,7 +118,6 @@ def main() -> int:
         made = reports(folder, demo, advised)
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         looking = Looking(browser)
-        looking.picture(made["run"].as_uri(), "demo-report.png", 1340)
         with dashboard(advised) as address:
             looking.picture(address, "advise.png", 1420)
             if asked.look:

@@ -204,10 +204,9 @@ class PendingCall:
                 await self._all_submitted
                 if self._left:
                     raise Refusal(503, f"stopped before {len(self._left)} answers were begun", code="stopping")
-            answered = []
-            for row in self._submitted:  # Python 3.10 has no await in a nested comprehension
-                answered.append(Completion(tuple([await request.answered for request in row])))
-            return answered
+            # Flat first: Python 3.10 has no await in a nested comprehension.
+            answered = iter([await request.answered for row in self._submitted for request in row])
+            return [Completion(tuple(itertools.islice(answered, len(row)))) for row in self._submitted]
         except BaseException:
             self.cancel()
             raise

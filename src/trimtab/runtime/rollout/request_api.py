@@ -125,10 +125,9 @@ class RequestApi:
                     rows[-1].append(
                         request.answered if not request.answered.done() else self._retry_if_refused(request, options)
                     )
-            answered = []
-            for row in rows:  # Python 3.10 has no await in a nested comprehension
-                answered.append(Completion(tuple([await future for future in row])))
-            return answered
+            # Flat first: Python 3.10 has no await in a nested comprehension.
+            answered = iter([await future for row in rows for future in row])
+            return [Completion(tuple(itertools.islice(answered, len(row)))) for row in rows]
         except BaseException:
             for request in pending:
                 self.cancel(request.spec.id)
