@@ -1,0 +1,30 @@
+"""The shipped constants on public rows that need no fit: switches, alternatives, and counts that are known to die."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[3])]
+
+from bench.truth import choosing, switches  # noqa: E402
+
+from trimtab.plan.estimate.constants import CONSTANTS  # noqa: E402
+
+
+def test_every_switch_of_the_evidence_goes_the_way_it_went() -> None:
+    found = switches.gains(lambda family: CONSTANTS)
+    assert len(found) >= 25
+    assert [each.label for each in found if not each.sign] == []
+
+
+def test_the_chosen_one_of_complete_alternatives_is_near_the_best() -> None:
+    complete = [each for each in choosing.alternatives(lambda family: CONSTANTS) if each.complete]
+    assert len(complete) >= 5
+    assert all(each.regret <= choosing.NEAR for each in complete)
+
+
+def test_the_smallest_count_is_above_those_that_needed_more_gpus() -> None:
+    found = [each for each in choosing.smallest_counts(lambda family: CONSTANTS) if each.cure == "more GPUs"]
+    assert found
+    assert not any(each.wrong for each in found)
