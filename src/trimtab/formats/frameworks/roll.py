@@ -151,7 +151,7 @@ class Roll(FrameworkConfig):
     @classmethod
     def launched(cls, launch: Launch) -> ConfigSource | None:
         """`python start_rlvr_pipeline.py --config_path DIR --config_name NAME`; the folder is beside the program."""
-        if not re.search(r"(?:^|\.)start_\w+_pipeline$", launch.module):
+        if not re.search(r"(?:^|\.)start_(?!\w*rollout_pipeline)\w+_pipeline$", launch.module):
             return None
         given = flags.flag_words(launch.arguments)
         folder, name = ((given.get(key) or (default,))[0] for key, default in _START_FLAGS)

@@ -1,0 +1,113 @@
+"""Every RL config of full checkouts of AReaL and ROLL is read as it is meant; what is written they take themselves.
+
+FRAMEWORKS_DIR names a folder with the checkouts `areal` and `roll`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import config_oracle as oracle
+import pytest
+from corpus_oracle import Case, Says
+from test_corpus import EXTRA, checkout, held, profile_for, table_of
+
+from trimtab.core.errors import InputError
+from trimtab.formats import write_back
+from trimtab.formats.load import load
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
+
+pytestmark = pytest.mark.frameworks
+
+EXTRA.update(areal=("old_log_prob",), roll=("old_log_prob",))
+TWO = Says({"rollout": frozenset(range(8)), "update_actor": frozenset(range(8))}, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "cases", "says"),
+    [
+        ("areal", "AReaL", oracle.areal_cases, oracle.areal_says),
+        ("roll", "ROLL", oracle.roll_cases, oracle.roll_says),
+    ],
+)
+def test_configs_are_read_as_they_are_meant(
+    name: str, title: str, cases, says, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = checkout(name)
+    counts = table_of(title, cases(root), says, name, monkeypatch)
+    with capsys.disabled():
+        print(capsys.readouterr().out, end="")
+    held(counts)
+
+
+def test_rolls_scripts_are_read_or_refused_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts are read, never run; a script is right where its GPUs are those of the config that it names."""
+    root = checkout("roll")
+    counts: Counter[str] = Counter()
+    for path in sorted((root / "examples").rglob("*.sh")):
+        counts["scripts"] += 1
+        try:
+            loaded = load(path, (), profile_for(TWO, "roll"))
+        except InputError as error:
+            counts["refused"] += 1
+            counts["refused: " + error.what.split("examples")[0][:60]] += 1
+            continue
+        says = oracle.roll_says(Case(Path(loaded.path)))
+        assert isinstance(says, Says)
+        assert loaded.current is not None
+        read = {name: len(loaded.current.ranks[name]) for name in says.places}
+        right = read == {name: len(gpus) for name, gpus in says.places.items()}
+        counts["read right" if right else "wrong"] += 1
+    with capsys.disabled():
+        print("", *(f"{count:>5} {what}" for what, count in counts.items()), sep="\n")
+    assert counts["wrong"] == 0
+    assert (
+        counts["read right"] >= 0.65 * counts["scripts"]
+    )  # the others train without RL, or name files that are not there
+
+
+@pytest.mark.parametrize(
+    ("name", "cases", "says", "least"),
+    [("areal", oracle.areal_cases, oracle.areal_says, 20), ("roll", oracle.roll_cases, oracle.roll_says, 15)],
+)
+def test_what_is_written_is_taken_by_their_own_config_classes(name: str, cases, says, least: int) -> None:
+    """A file that its own classes do not take as it is (extra keys of an example, removed ones) is left out."""
+    python = Path(__file__).parents[2] / ".venv-areal" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("there is no .venv-areal: tools/make-framework-envs makes it")
+    asked, planned = [], []
+    found = [case for case in cases(checkout(name)) if "tests" not in case.path.parts]
+    for case in found[:: 1 if name == "areal" else 4]:
+        with contextlib.suppress(Exception):  # what does not compose
+            answer = says(case)
+            if not isinstance(answer, Says):
+                continue
+            loaded = load(case.path, (), profile_for(answer, name))
+            space, outcome = best_plan(loaded.job, loaded.rules)
+            assert outcome.best is not None
+            best = to_plan(space, outcome.best)
+            words = write_back.overrides(loaded.settings(best))
+            asked += [{"framework": name, "file": str(case.path), "overrides": some} for some in ([], words)]
+            planned.append({placed.name: len(placed.gpus) for placed in best.components})
+    done = subprocess.run(
+        [python, Path(__file__).with_name("own_config_checks.py")],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": str(Path(os.environ["FRAMEWORKS_DIR"]) / "roll")},
+        check=True,
+    )
+    answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
+    taken = 0
+    for own, written, plan in zip(answers[::2], answers[1::2], planned, strict=True):
+        if "gpus" in own:
+            assert written == {"gpus": {role: plan[role] for role in written.get("gpus", own["gpus"])}}
+            taken += 1
+    assert taken >= least
