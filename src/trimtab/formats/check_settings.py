@@ -203,6 +203,9 @@ def _typed(name: str, value: Any, key: str, where: str) -> Any:
     raise InputError(f"{wanted} is expected, not {value!r:.60}", where=f"{where}: {key}")
 
 
+ACTOR = "actor_rollout_ref.actor"
+
+
 # ---- what a table cannot say -----------------------------------------------------------------------------------------
 
 
@@ -237,6 +240,9 @@ def _verl(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]) ->
         values.pop("train_shards", None)
     elif values["train_shards"] < 1:
         values.pop("train_shards")
+    nested = _option(reader, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size")
+    if values.get("train_sp") == 1 and isinstance(nested, int) and nested > 1:
+        values["train_sp"] = nested
     estimator = _option(reader, "algorithm.adv_estimator")
     values["critic"] = estimator == "gae" or (estimator is None and reader.has("critic"))
     saves = _option(reader, "trainer.save_freq")
@@ -277,6 +283,8 @@ def _verl(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]) ->
             else 4.0
         )
         values.update(train_weight_bytes=size, train_gradient_bytes=size, train_optimizer_bytes=2 * size)
+        if _option(reader, f"{ACTOR}.strategy") == "fsdp2" and _option(reader, f"{ACTOR}.fsdp_config.offload_policy"):
+            values.update(train_weight_bytes=0.0, train_gradient_bytes=0.0, train_cpu_optimizer=True)
         entropy = _option(reader, "actor_rollout_ref.actor.entropy_coeff")
         # Releases before 0.4 computed the entropy of every micro-batch, with a softmax and a product beside the logits.
         always = within(values["version"], "", "0.4")
@@ -336,6 +344,12 @@ def _openrlhf(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]
     each = _option(reader, "actor.num_gpus_per_node")
     values["gpus_per_node"], keys["gpus"] = each if isinstance(each, int) else 8, "actor.num_nodes"
     values["train_backend"] = "deepspeed"
+    if _option(reader, "train.async_enable") is True:  # engines decode beside training, on GPUs of their own
+        apart = int(values.get("engines") or 1) * int(values.get("rollout_tp") or 1)
+        nodes = _option(reader, "actor.num_nodes")
+        values.update(
+            rollout_gpus=apart, gpus=apart + values["gpus_per_node"] * (nodes if isinstance(nodes, int) else 1)
+        )
     values.update(train_weight_bytes=2.0, train_gradient_bytes=2.0, train_optimizer_bytes=12.0)
     values["reference"] = bool(_option(reader, "algo.kl.init_coef") is None or _option(reader, "algo.kl.init_coef"))
     values["critic"] = str(_option(reader, "algo.advantage.estimator") or "gae") == "gae"

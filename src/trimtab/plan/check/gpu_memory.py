@@ -108,11 +108,20 @@ def working(run: RunSetup, model: Architecture, tokens: float, *, training: bool
     kept = ("activations", "checkpoints", "one layer")
     need = trainer if training else inference
     found = [(term.name, term.gb) for term in need.active if term.name in kept]
+    if run.train_backend == "megatron" and training and not run.train_recompute:
+        found = [("activations", _kept_by_megatron(run, model, tokens))]
     forward = run.train_entropy or min(LOGIT_BYTES_FORWARD, run.train_logit_bytes)
     size = run.train_logit_bytes if training else forward
     if not run.train_fused_logits:
         found.append(("logits", size * tokens * model.vocabulary / run.train_tp / GB))
     return found
+
+
+def _kept_by_megatron(run: RunSetup, model: Architecture, tokens: float) -> float:
+    """Fused kernels keep inputs of norms and matrices, queries, keys and values, and the gated MLP's products."""
+    values = 6 * model.hidden + 2 * model.kv_heads * model.head_size + 3 * model.mlp_width
+    depth = math.ceil(model.layers / run.train_pp) * run.train_pp
+    return 2 * tokens * depth * values / run.train_tp / GB
 
 
 def engine_weights(run: RunSetup, model: Architecture) -> float:

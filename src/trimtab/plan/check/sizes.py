@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from trimtab.plan.check.findings import CheckFinding, CheckRule, Remedy
+from trimtab.plan.check.findings import CheckFinding, CheckRule, Remedy, within
 from trimtab.plan.check.setup import RunSetup
 
 NO_COST = "nothing"
@@ -243,7 +243,9 @@ def mini_batch_over_replicas(run: RunSetup) -> Iterator[CheckFinding]:
         return
     own, rest = divmod(run.mini_batch, run.replicas)
     least = run.replicas * (1 if run.dynamic else run.micro_batch or 1)
-    if own and not (rest and not run.dynamic) and (run.dynamic or not run.micro_batch or own % run.micro_batch == 0):
+    # Releases before 0.7 wanted whole micro-batches; later ones have a smaller last one.
+    whole = run.dynamic or not run.micro_batch or own % run.micro_batch == 0 or not within(run.version, "", "0.7")
+    if own and not rest and whole:
         return
     share = run.mini_batch / run.replicas
     what = f"a mini-batch of {run.mini_batch} samples gives each of {run.replicas} replicas {share:g}"
