@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def check(
-    file: Annotated[Path, Argument(metavar="FILE", help="A framework's config, a job file or a settings file.")],
+    file: Annotated[
+        Path, Argument(metavar="FILE", help="A framework's config or launch script, a job file or a settings file.")
+    ],
     overrides: OverridesArgument = None,
     gpu: Annotated[str | None, Option("--gpu", help="GPU kind (h100, a100-80, ...), or a YAML file.")] = None,
     gpus: Annotated[int | None, Option("--gpus", help="GPUs in all, where the file does not say.")] = None,
