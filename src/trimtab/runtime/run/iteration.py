@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._begun: set[tuple[int, str]] = set()  # saves of checkpoints that are not complete yet
         self._going: list[_Beside] = []
+        self._unchecked: dict[str, int] = {}  # components whose health is to be checked after an iteration
         self._ended: list[int] = []  # iterations with a checkpoint to commit
         self._said = False  # that there is no memory for snapshots
         self.last_complete = 0  # iteration of the last complete checkpoint
@@ -77,12 +78,25 @@ class Checkpointer:
     def is_due(self, iteration: int) -> bool:
         return self._folder is not None and (iteration % self._every == 0 or iteration == self._last)
 
-    def component_ended(self, executor: Executor, name: str, iteration: int) -> None:
-        """A component has ended an iteration: begin to save it, where that is due, and to check its health."""
+    def component_ended(self, executor: Executor, name: str, iteration: int, *, shares: bool) -> None:
+        """A component has ended an iteration: begin to save it, where that is due, and to check its health.
+
+        The health of one that `shares` GPUs is checked when it has left them.
+        """
         if self.is_due(iteration):
             self.save(executor, name, iteration)
-        if executor.has(name, "health"):
-            self._begin(executor, "health", name, iteration, None)
+        with self._lock:
+            self._unchecked[name] = iteration
+        if not shares:
+            self.check_health(executor, (name,))
+
+    def check_health(self, executor: Executor, names: Iterable[str]) -> None:
+        """Begin to check the health of these components, if that is due."""
+        for name in names:
+            with self._lock:
+                iteration = self._unchecked.pop(name, None)
+            if iteration is not None and executor.has(name, "health"):
+                self._begin(executor, "health", name, iteration, None)
 
     def save(self, executor: Executor, name: str, iteration: int) -> None:
         """Begin to save a component that has just ended an iteration. Raises OSError."""
@@ -131,8 +145,9 @@ class Checkpointer:
                 self.last_complete = iteration
                 self._begun = {begun for begun in self._begun if begun[0] > iteration}
 
-    def finish(self, book: Callable[[str, float, float], None]) -> None:
+    def finish(self, executor: Executor, book: Callable[[str, float, float], None]) -> None:
         """Wait until all is saved, checked and committed."""
+        self.check_health(executor, self._names)
         self.poll(book)
         while self._going:
             time.sleep(FINISH_POLL_S)
@@ -141,7 +156,7 @@ class Checkpointer:
     def void(self) -> None:
         """Forget what is not complete: components were lost."""
         with self._lock:
-            self._begun, self._going, self._ended = set(), [], []
+            self._begun, self._going, self._ended, self._unchecked = set(), [], [], {}
 
     def _is_over(self, beside: _Beside, book: Callable[[str, float, float], None]) -> bool:
         if not beside.unwritten:
@@ -192,6 +207,7 @@ class IterationRunner:
         self._sync_source = workflow.weight_sync.source if workflow.weight_sync is not None else None
         self._inputs = inputs
         self._input_lock = threading.Lock()
+        self._sharing = {name for group in plan.groups if len(group.components) > 1 for name in group.components}
         self._consumers = {
             c.name: sum(c.name in other.after for other in workflow.components) for c in workflow.components
         }
@@ -215,7 +231,7 @@ class IterationRunner:
             and action.batch == self._workflow.batches - 1
             and action.component != self._sync_source  # its weights come first
         ):
-            self._checkpointer.component_ended(self.executor, action.component, action.iteration)
+            self._component_ended(action.component, action.iteration)
         return start_s - now_s + took_s if self.executor.is_virtual else self.executor.now() - now_s
 
     def _step(self, action: BatchStep, now_s: float) -> tuple[float, float]:
@@ -259,8 +275,12 @@ class IterationRunner:
                 found.append(output)
         return found
 
+    def _component_ended(self, name: str, iteration: int) -> None:
+        self._checkpointer.component_ended(self.executor, name, iteration, shares=name in self._sharing)
+
     def _turn(self, action: GpuTurn, now_s: float) -> float:
         took_s, spans = self.executor.turn(action)
+        self._checkpointer.check_health(self.executor, action.offload)
         with self.lock:
             self.measurements.turned(action, now_s, took_s)
             for name, (bucket, start, end) in spans:
@@ -271,7 +291,7 @@ class IterationRunner:
         """Send weights at once or, while the target is inside an iteration, when that ends."""
         weights = self._call(now_s, lambda: self.executor.weights(action.source))
         given = weights if weights.spans else None
-        self._checkpointer.component_ended(self.executor, action.source, action.iteration)
+        self._component_ended(action.source, action.iteration)
         with self.lock:
             self._held_weights = given, action.iteration
             if not self.order.is_between(action.target):

@@ -501,8 +501,8 @@ class RayExecutor(Executor):
     def turn(self, action: GpuTurn) -> tuple[float, list[tuple[str, CallSpan]]]:
         """What the components did in it is fetched beside the next action: `late_spans`."""
         began_s = self.now()
-        for name in action.offload:
-            for call in self._beside.pop(name, ()):  # none is saved or checked while it is offloaded
+        for name in (*action.offload, action.component):
+            for call in self._beside.pop(name, ()):  # none is saved or checked while it moves
                 call.wait()
         self.onload(action.component)
         took_s = self.now() - began_s

@@ -282,7 +282,7 @@ class Run:
                 first = self._recover(lost)
         if self._stop is not None and self._done:
             self._checkpointer.complete(self._executor, self._done)
-            self._checkpointer.finish(lambda bucket, start_s, end_s: None)
+            self._checkpointer.finish(self._executor, lambda bucket, start_s, end_s: None)
 
     def _iterate(self, first: int, last: int) -> frozenset[str]:
         """Iterations `first` to `last` under one plan; returns the components on their GPUs at the end."""
@@ -291,7 +291,7 @@ class Run:
         )
         self._here = time.perf_counter()
         self._executor.drive(runner, self._poll, self._action_ended)
-        self._checkpointer.finish(runner.measurements.book)
+        self._checkpointer.finish(self._executor, runner.measurements.book)
         return runner.order.loaded
 
     def _poll(self) -> None:
