@@ -229,6 +229,15 @@ def _framework_texts(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     return samples, _file(folder, "config.yaml", load.load)
 
 
+def _launch_scripts(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
+    from trimtab.formats.launch.read import evaluated, trainers
+
+    scripts = sorted(path for name in ("verl", "openrlhf") for path in (DATA / "real" / name).glob("*.sh"))
+    return [path.read_bytes() for path in scripts], _file(
+        folder, "run.sh", lambda path: trainers(evaluated(path, ())[0])
+    )
+
+
 # ---- logs ------------------------------------------------------------------------------------------------------------
 
 LOGS = {
@@ -491,6 +500,7 @@ TARGETS = [
     Target("profile file", _profiles, _trees),
     Target("profile file as text", _profile_texts, _yaml_texts, long=3_000, short=40),
     Target("layer file", _layers, _yaml_texts),
+    Target("launch script", _launch_scripts, _texts),
     Target("model config", _models, _yaml_texts),
     Target("run to check", _checks, _yaml_texts, long=2_000, short=40),
     Target("job trace", _trace(_job_traces, "submit_s,duration_s,gpus", "0,10,1", "5,20,8", "6,1e3,2"), _texts),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Builtin = Callable[["Shell", Sequence[str]], None]
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*(\[[^\]]*\])?\+?=")
 _OPTIONS = {"e": "errexit", "u": "nounset", "a": "allexport"}
 
 
@@ -30,7 +31,7 @@ def declare(shell: Shell, name: str, words: Sequence[Word]) -> None:
             unsets = unsets or word.text[0] == "+"
             continue
         target = re.match(r"[A-Za-z_]\w*", word.text)
-        if target is None or (word.array is None and "=" not in word.text):
+        if target is None or not _ASSIGNS.match(word.text):
             for field in expansion.fields(word.text, shell):
                 _declare_one(shell, name, field, letters, local)
             continue

@@ -1,0 +1,41 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli.app import run
+
+SCRIPT = str(Path(__file__).parents[3] / "examples" / "launch" / "run_grpo.sh")
+ESTIMATED = ["--gpu", "h100", "--mean-tokens", "2000", "--no-sensitivity", "--format", "json"]
+
+
+def test_a_script_is_planned_like_a_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NNODES", "GPUS_PER_NODE", "MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(["plan", SCRIPT, "NNODES=4", *ESTIMATED]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["trainer.nnodes"] == 4
+
+
+def test_a_command_line_is_planned_like_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *ESTIMATED, "--", "bash", SCRIPT, "trainer.nnodes=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["trainer.nnodes"] == 1
+
+
+def test_several_trainers_are_listed_and_one_is_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "two.sh"
+    script.write_text("".join(f"python3 -m verl.trainer.main_ppo trainer.nnodes={n}\n" for n in (1, 2)))
+    assert run(["estimate", str(script), "--gpu", "h100", "--model", "qwen2.5-7b"]) == 2
+    assert "--launch" in capsys.readouterr().err
+    call = ["estimate", str(script), "--gpu", "h100", "--model", "qwen2.5-7b", "--launch", "2", "--format", "json"]
+    assert run(call) in (0, 3)
+    assert "16" in capsys.readouterr().out
+
+
+def test_a_script_without_a_trainer_is_refused_in_three_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text("vllm serve model\npython3 prepare.py\n")
+    assert run(["plan", str(script), "--gpu", "h100"]) == 2
+    shown = capsys.readouterr().err
+    assert "python3 prepare.py (line 2)" in " ".join(shown.split())
