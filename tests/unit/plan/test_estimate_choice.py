@@ -11,6 +11,7 @@ from trimtab.formats import catalogue
 from trimtab.plan.estimate.choose import FRACTIONS, SIZES, Freedom, choose, even_stages, fits, on, smallest
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.estimate.lengths import Lengths
+from trimtab.plan.estimate.phases import phases
 from trimtab.plan.estimate.serving import EngineReplica
 from trimtab.plan.estimate.step import RunInputs, step_time
 from trimtab.plan.estimate.training import Trainer
@@ -104,3 +105,11 @@ def test_a_critic_needs_room_of_its_own() -> None:
     assert both is not None
     assert alone is not None
     assert both.gpus > alone.gpus
+
+
+def test_experts_are_divided_over_no_more_gpus_than_there_are() -> None:
+    base = run("qwen3-30b-a3b", gpus=8)
+    trainer = replace(base.trainer, tp=4, ep=8, fsdp=False)
+    weights = [dict(phases(replace(base, trainer=replace(trainer, tp=tp)), C)[0][2].terms)["weights"] for tp in (1, 4)]
+    share = base.model.expert_parameters * 2 / 8 / 2**30
+    assert all(each >= share for each in weights)

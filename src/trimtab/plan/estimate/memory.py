@@ -285,11 +285,12 @@ def _states(
 def _largest_stage(model: Architecture, run: MemorySettings) -> float:
     """Parameters per GPU of the largest stage."""
     share = math.ceil(model.layers / run.pp) / model.layers
-    experts = model.expert_parameters / (run.ep if model.experts else 1)
-    layers = (model.layer_parameters - model.expert_parameters + experts) * share
+    # Experts are divided over no more GPUs than a stage has.
+    experts = model.expert_parameters / min(run.tp * run.ep, max(1, run.gpus // run.pp))
+    dense = (model.layer_parameters - model.expert_parameters) / run.tp
     both = model.embedding + model.head
     ends = both if run.pp == 1 else max(model.embedding, model.head or model.embedding)
-    return (layers + ends + model.final_norm) / run.tp
+    return (dense + experts) * share + (ends + model.final_norm) / run.tp
 
 
 def _activations(model: Architecture, run: MemorySettings, *, training: bool) -> list[MemoryTerm]:
