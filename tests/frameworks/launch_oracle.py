@@ -36,7 +36,7 @@ def started(name: str, script: Path, folder: Path, environment: dict[str, str]) 
     batch = "\n".join(re.findall(r"^#SBATCH (.*)", (folder / script).read_text(errors="replace"), re.MULTILINE))
     for names, option in (
         (("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), r"(?:-N |--nodes[= ])(\d+)"),
-        (("SLURM_GPUS_ON_NODE",), r"--(?:gres=gpu|gpus-per-node=?):?(?:\w+:)?(\d+)"),
+        (("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), r"--(?:gres=gpu|gpus-per-node=?):?(?:\w+:)?(\d+)"),
     ):
         if found := re.search(option, batch):
             environment = {**environment, **dict.fromkeys(names, found[1])}
