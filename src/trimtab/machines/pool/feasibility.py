@@ -197,6 +197,7 @@ def _evicts(state: PoolState, queue: ClassQueue) -> bool:
 def _wanted(state: PoolState, queue: ClassQueue) -> list[tuple[int, int]]:
     """What a bundle of the class requests, by column of ClusterCapacity."""
     if queue.wanted is None:
+        state.capacity.vector(queue.size[0])  # adds its columns: a class short of quota was never placed
         queue.wanted = [(state.capacity.columns[name], units) for name, units in queue.size[0]]
     return queue.wanted
 

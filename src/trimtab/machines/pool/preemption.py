@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool.capacity import Vector, place, tightest
-from trimtab.machines.pool.records import PgState, PlacementGroup, PoolTask
+from trimtab.machines.pool.records import PgState, PlacementGroup, PlacementGroupKind, PoolTask
 from trimtab.machines.pool.state import PoolState
-from trimtab.model.pool import PlacementStrategy
+from trimtab.model.pool import PlacementStrategy, TaskSpec
 
 # Limits of the exact search: nodes compared after a solution is known, subsets tried on a node, and tasks of a pool
 # among which subsets are tried. Beyond them the plan is still sufficient and without needless victims.
@@ -127,7 +127,7 @@ class _PreemptionSearch:
         spec = self.task.spec
         options = []
         for group in reserved:
-            if group.state is not PgState.ready or not spec.bundles[0].within(group.bundles[0]):
+            if group.state is not PgState.ready or not spec.size[0].within(group.bundles[0]):
                 continue
             if not self.state.usable(group):
                 continue
@@ -529,6 +529,18 @@ def _any(flags: NDArray[np.bool_], indices: Sequence[int]) -> bool:
     return any(flags[at] for at in indices)
 
 
+def _on_crowded_nodes(state: PoolState, spec: TaskSpec) -> list[PlacementGroup]:
+    """Dynamic slots of the task's size on nodes that hold more than they have, where a new slot costs more evictions."""
+    capacity = state.capacity
+    crowded = {capacity.nodes[row] for row in np.nonzero((capacity.free < 0).any(axis=1))[0]}
+    return [
+        group
+        for group in (state.groups.values() if crowded else ())
+        if group.nodes[0] in crowded
+        and (group.pool, group.kind, group.bundles) == (spec.pool, PlacementGroupKind.dynamic, spec.size)
+    ]
+
+
 def cheapest_plan(
     state: PoolState, task: PoolTask, now: float, budget_left: int | None, slots_left: int | None, ignore_policy: bool
 ) -> PreemptionPlan:
@@ -553,6 +565,7 @@ def cheapest_plan(
     if len(spec.bundles) == 1:
         slots = list(state.pool_groups[spec.pool].reserved.values())
         options += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
+        options += search.into_slots(_on_crowded_nodes(state, spec), owner=True, borrow=False)
     if pool.spec.dynamic:
         option = search.onto_nodes(spec.strategy or pool.spec.strategy)
         if option is not None:
