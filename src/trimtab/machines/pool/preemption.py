@@ -530,7 +530,7 @@ def _any(flags: NDArray[np.bool_], indices: Sequence[int]) -> bool:
 
 
 def _on_crowded_nodes(state: PoolState, spec: TaskSpec) -> list[PlacementGroup]:
-    """Dynamic slots of the task's size on nodes that hold more than they have, where a new slot costs more evictions."""
+    """Dynamic slots of the task's size on nodes that hold more than they have: a new one there costs more evictions."""
     capacity = state.capacity
     crowded = {capacity.nodes[row] for row in np.nonzero((capacity.free < 0).any(axis=1))[0]}
     return [
