@@ -129,6 +129,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
                 self._members.ready_to_working(member)
             if member.state is not MemberState.pending:
                 member.step = group.step
+        group.without_rank = [member.id for member in group.in_state(MemberState.pending) if group.ranked(member.id)]
         for member in group.live(leavers):
             self._members.to_gone(member, member.reason)
         self._members.record(self.spec.name, f"world {world.epoch} of {world.size}", world.reason)
@@ -152,7 +153,7 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         self._entering_to(ElasticPhase.waiting if group.wants_step else ElasticPhase.idle)
         for member in self.state.leaving:
             if not group.ranked(member.id):  # it was about to get a rank, and to leave again
-                self._members.to_gone(member, member.reason)
+                self._members.leave_unranked(member)
         if not known:
             self._failed_attempt(f"world {group.epoch} could not be entered: {why}")
 
@@ -318,7 +319,8 @@ class ElasticMachine(Machine[ElasticState, e.ElasticEvent, e.ElasticInstruction]
         if group.world is None:
             return False
         ranked = (MemberState.working, MemberState.leaving)
-        return sum(member.state in ranked for member in group.live(group.world.members)) < group.world.size
+        live = group.live(group.world.members)
+        return sum(member.state in ranked and group.ranked(member.id) for member in live) < group.world.size
 
     def _overdue_leavers(self) -> list[ElasticMember]:
         leaving = self.state.leaving

@@ -182,6 +182,8 @@ class GroupMembers:
     def _back_to_pending(self, member: ElasticMember, reason: Reason) -> None:
         """The pool took its capacity and will give it another: it keeps its state, not its rank."""
         self._left_world(member, reason)
+        if self.state.ranked(member.id):
+            self.state.without_rank.append(member.id)
         member.node, member.health_due, member.health_by, member.causes = "", None, None, ()
         self._to(member, MemberState.pending, reason)
 
@@ -208,6 +210,14 @@ class GroupMembers:
             else:
                 member.causes = (*member.causes, cause)
                 self._to(member, MemberState.leaving, reason)
+
+    def leave_unranked(self, member: ElasticMember) -> None:
+        """The world in which it was to get a rank was not entered: end it, unless it holds the only state."""
+        if self._irreplaceable(member):
+            member.causes, member.health_due = (), self._health_due()
+            self._to(member, MemberState.ready, member.reason)
+        else:
+            self.to_gone(member, member.reason)
 
     def _leaving_to_staying(self, member: ElasticMember, over: ReasonCode, reason: Reason) -> None:
         """A cause is over; with another cause it still leaves."""
@@ -269,7 +279,7 @@ class GroupMembers:
 
     def _left_world(self, member: ElasticMember, reason: Reason) -> None:
         group = self.state
-        if self.state.ranked(member.id) or self._in_next_world(member):
+        if (group.world is not None and member.id in group.world.members) or self._in_next_world(member):
             group.departed = [*(entry for entry in group.departed if entry[0] != member.id), (member.id, reason)]
 
     def _in_next_world(self, member: ElasticMember) -> bool:

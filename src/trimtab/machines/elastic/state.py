@@ -81,6 +81,7 @@ class ElasticState:
     step: int = 0  # completed
     epoch: int = 0  # of the last world, entered or not
     world: World | None = None  # the last one entered
+    without_rank: list[str] = field(default_factory=list)  # of its members: those started again since
     # Of entering and stepping; waiting has its own deadline, which a failed attempt does not move.
     deadline: float | None = None
     next_world: World | None = None  # set exactly while entering
@@ -131,7 +132,7 @@ class ElasticState:
         return self.in_state(MemberState.leaving)
 
     def ranked(self, name: str) -> bool:
-        return self.world is not None and name in self.world.members
+        return self.world is not None and name in self.world.members and name not in self.without_rank
 
 
 def units_on(node: NodeView, unit: Resources) -> int:

@@ -85,6 +85,9 @@ class MigrationTracker:
             self._moving_to_arrived(moving)
             return
         moving.stage = STAGES[STAGES.index(event.stage) + 1]
+        if self._clock.now >= moving.end:  # the stage before ended late, and no tick came in between
+            self.fail("no time is left for it")
+            return
         moving.deadline = min(moving.end, self._clock.now + self._rules.stage_limit_s)
         self._out.append(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
 
