@@ -46,6 +46,7 @@ coverage: setup
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 test-long: setup
+	@tools/install-browser
 	@$(BIN)/pytest -m long -n 3 --dist loadfile --no-loadscope-reorder --durations=40 tests
 
 test-pythons: setup

@@ -17,6 +17,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError, unknown
 from trimtab.formats import yaml_text
+from trimtab.formats.files import is_folder
 from trimtab.model.architecture import Architecture, from_config
 from trimtab.model.gpus import GpuKind
 
@@ -51,7 +52,7 @@ def canonical(name: str) -> str | None:
 def model(name: str) -> tuple[str, Architecture]:
     """(name, architecture) of a table's name or of a path."""
     path = Path(name)
-    if path.suffix == ".json" or _is_folder(path):
+    if path.suffix == ".json" or is_folder(path):
         return path.parent.name if path.suffix == ".json" else path.name, read_config(path)
     known = canonical(name)
     if known is None:
@@ -60,13 +61,6 @@ def model(name: str) -> tuple[str, Architecture]:
         raise unknown(bare, words, what="unknown model {}: give a name of the table or a folder with a config.json")
     row = next(row for row in table("models") if row["name"] == known)
     return known, from_config(config_of(row), known)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name that no file can have
-        return False
 
 
 def config_of(row: Mapping[str, str]) -> dict[str, Any]:
@@ -87,7 +81,7 @@ def config_of(row: Mapping[str, str]) -> dict[str, Any]:
 
 def read_config(path: Path) -> Architecture:
     """Read a `config.json`, or the folder that holds one."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if is_folder(path) else path
     text = yaml_text.read_text(file)
     try:
         data = json.loads(text)

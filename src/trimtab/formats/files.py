@@ -18,6 +18,14 @@ def unreadable(path: Path, error: OSError | ValueError) -> InputError:
     return InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder; a name that no file can have is none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file atomically. Raises InputError."""
     try:

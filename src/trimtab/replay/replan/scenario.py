@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 from trimtab.core.errors import InputError, check_known
 from trimtab.formats import job as job_form
 from trimtab.formats import sections, yaml_text
+from trimtab.formats.files import is_folder
 from trimtab.formats.job import LOOP_KEYS, RunSection
 from trimtab.formats.load import load
 from trimtab.formats.sections import (
@@ -335,7 +336,7 @@ def _job(spec: ReplanScenarioFile, path: Path) -> tuple[PlacementJob, FrameworkR
     run = RunSection()
     if isinstance(spec.job, str):
         file = path.parent / spec.job
-        file = file / JOB if file.is_dir() else file
+        file = file / JOB if is_folder(file) else file
         loaded = load(file)
         if loaded.file_format == job_form.NAME:
             source, data = yaml_text.read_source(file)
@@ -358,7 +359,7 @@ def _job(spec: ReplanScenarioFile, path: Path) -> tuple[PlacementJob, FrameworkR
 
 def _past(spec: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunReality | None:
     """The measurements of a run, if the job is the folder of a run."""
-    if not isinstance(spec.job, str) or not (path.parent / spec.job).is_dir():
+    if not isinstance(spec.job, str) or not is_folder(path.parent / spec.job):
         return None
     for key in ("drift", "noise", "periodic"):
         if key in spec.model_fields_set:
