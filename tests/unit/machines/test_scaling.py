@@ -542,7 +542,7 @@ def test_the_policy_in_the_docs_decides() -> None:
     block = next(one for one in blocks if "@register" in one)
     known: dict[str, Any] = {}
     try:
-        exec(block.replace("from trimtab import", "from trimtab.model.elastic_config import"), known)
+        exec(block, known)
         _, decision = consult(scaling.begin(known["config"]), sample(active=1, queued=25))
         assert decision.workers == 4
         assert decision.reason.sentence == "25 queued"
