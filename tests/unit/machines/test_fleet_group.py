@@ -310,6 +310,22 @@ def test_a_loss_while_the_world_is_entered_leads_to_the_next_world_and_no_step_b
     assert enter.world.members == ("g-0002",)
 
 
+def test_a_member_that_was_started_again_gets_its_state_also_where_the_world_was_not_entered():
+    one = Group()
+    one.begin("a", "b", "c")
+    one.tell(MemberPending("g-0002", NO_ROOM))
+    one.start(2, "b")
+    (enter,) = one.tell(StepInterrupted(1, "a call failed", ()))
+    assert dict(enter.newcomers) == {"g-0002": "g-0001"}
+    one.tell(ResizeRequested(2))
+    one.tell(MemberLost("g-0001", "signal 9"))
+    out = one.tell(WorldFailed(enter.world.epoch, ("g-0001",), "no answer"))
+    entered = [each for each in out if isinstance(each, EnterWorld)]
+    assert entered
+    for each in entered:
+        assert "g-0002" not in each.world.members or "g-0002" in dict(each.newcomers)
+
+
 def test_members_that_do_not_enter_are_ended_and_replaced():
     group = Group()
     group.nodes("a", "b")

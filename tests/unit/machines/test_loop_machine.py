@@ -558,3 +558,14 @@ def test_stale_iterations_and_cpu_components_are_watched_too() -> None:
             break
     assert isinstance(out[0], e.BeginMigration)
     machine.check()
+
+
+def test_a_stage_that_ends_after_the_time_of_the_whole_move_begins_no_other() -> None:
+    world = drifted()
+    assert world.stage is not None
+    world.now = world.move_end = world.machine.state.moving.end  # type: ignore[union-attr]
+    out = world.tell(e.MigrationStageDone(world.stage.move.id, world.stage.stage, 1.0))
+    assert not [each for each in out if isinstance(each, e.RunMigrationStage)]
+    assert world.back is not None
+    world.carry_back()
+    assert trained(world, 1), "the run does not go on"

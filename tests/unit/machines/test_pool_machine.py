@@ -357,6 +357,20 @@ def test_tasks_are_evicted_only_on_nodes_with_the_label():
     assert one.states("a", "b", "urgent") == ["running", "evicted", "running"]
 
 
+def test_a_reserved_slot_on_a_node_without_the_label_is_not_taken_over():
+    one = world(2, spec=pool(reserved=(gpus(2),)), rules=policy(same_pool_gap=0.5))
+    one.run(task("a", 1, priority=9.0, label_selector=(("gpu", "h200"),), awaits_node=True))
+    assert one.why("a") is ReasonCode.no_node
+
+
+def test_a_task_that_waits_for_a_label_starts_after_a_restart_of_the_controller():
+    one = world(4)
+    one.run(task("runs", 4), task("waits", 1, label_selector=(("gpu", "!h200"),)))
+    one.machine = PoolMachine.load(one.machine.dump())
+    one.end("runs")
+    assert one.states("runs", "waits") == ["done", "running"]
+
+
 @pytest.mark.parametrize("selector", [(("", "x"),), (("a=b", "x"),), (("a", "! "),)])
 def test_a_selector_that_selects_nothing_is_refused(selector):
     with pytest.raises(InputError, match="selects no node"):
@@ -743,6 +757,29 @@ def test_a_sharer_stays_at_the_slots_it_waits_at_when_their_owner_starts_again_e
     one.tell(news.TurnRequested("waits"))
     one.carry_all()
     assert one.state("waits") is TaskState.running
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_a_turn_that_was_short_of_quota_is_given_once_there_is_some(reloaded: bool):
+    one = world(8, spec=pool(quota=gpus(3)))
+    one.run(task("owner", 1, room=(gpus(2),)))
+    one.submit(task("waits", 2, shares="owner"))
+    one.run(task("other", 2))
+    one.end("owner")
+    assert one.states("waits", "other") == ["waiting", "running"]
+    if reloaded:
+        one.reload()
+    one.end("other")
+    assert one.state("waits") is TaskState.running
+
+
+def test_on_a_node_that_shrank_a_slot_is_taken_over_before_more_is_evicted():
+    one = world(4, spec=pool(quota=gpus(4)), rules=policy(same_pool_gap=0.5))
+    one.run(task("large", 2, priority=1.0), task("a", 1, priority=2.0), task("b", 1, priority=2.0))
+    one.node("n0", 2)
+    one.run(task("urgent", 1, priority=12.0))
+    assert one.states("large", "urgent") == ["running", "running"]
+    assert sorted(one.states("a", "b")) == ["evicted", "running"]
 
 
 def test_a_sharer_of_an_unknown_task_is_refused():

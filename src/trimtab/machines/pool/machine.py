@@ -77,6 +77,7 @@ class PoolMachine(Machine[PoolState, e.PoolEvent, e.PoolInstruction]):
     def settle(self) -> None:
         if self.state.scan_due:
             self._scheduling.schedule()
+            self._act.give_turns()
 
     def next_deadline(self) -> float | None:
         return self.state.timers.next()

@@ -151,6 +151,7 @@ class PoolState:
         self.candidates = PreemptionCandidates(self.capacity)
         self.waiting = PendingQueue()  # tasks in the queue that neither have a claim nor share slots
         self.pool_groups: dict[str, PoolGroups] = {}
+        self.short_of_turn: dict[str, None] = {}  # groups without an active tenant, where quota lacks for a turn
         self.releasing: dict[str, PlacementGroup] = {}  # being removed, or broken: their capacity is free soon
         self.needs: dict[str, RemainingNeed] = {}  # of claims
         self.node_epoch = 0  # incremented whenever a node changes
@@ -257,6 +258,7 @@ class PoolState:
     def drop_group(self, group: PlacementGroup) -> None:
         del self.groups[group.id]
         self.releasing.pop(group.id, None)
+        self.short_of_turn.pop(group.id, None)
         owned = self.pool_groups[group.pool]
         del owned.groups[group.id]
         if group.kind is PlacementGroupKind.reserved:
@@ -408,6 +410,8 @@ class PoolState:
             self.add_group(group)
             if group.idle:
                 self.set_idle(group, True)
+            elif group.active is None:
+                self.short_of_turn[group.id] = None
             self.timers.arm(("group", group.id))
         self.claims.update((claim.task, claim) for claim in decode(list[ResourceClaim], data["claims"]))
         for task in self.tasks.values():

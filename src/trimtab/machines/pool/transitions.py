@@ -393,18 +393,23 @@ class TaskTransitions:
                 state.timers.arm(("task", active.id))
                 self._out.append(e.ParkTask(active.id, active.attempt, active.deadline))
             return
+        state.short_of_turn.pop(group.id, None)
         for name in [*group.turns, *group.tenants]:
             task = state.tasks[name]
-            if (
-                name in state.claims
-                or task.state not in (TaskState.parked, *IN_QUEUE)
-                or not self._turn_fits(task, None)
-            ):
+            if name in state.claims or task.state not in (TaskState.parked, *IN_QUEUE):
+                continue
+            if not self._turn_fits(task, None):
+                state.short_of_turn[group.id] = None
                 continue
             if name in group.turns:
                 group.turns.remove(name)
             self._give_turn(task, group)
             return
+
+    def give_turns(self) -> None:
+        """Turns that were short of quota: it may have become free."""
+        for name in sorted(self.state.short_of_turn, key=lambda name: self.state.groups[name].seq):
+            self.next_turn(self.state.groups[name])
 
     def _turn_fits(self, task: PoolTask, instead_of: PoolTask | None) -> bool:
         """Whether the quota allows the task to be active."""
