@@ -52,6 +52,7 @@ class Plain:
             for place in range(order["max_tokens"]):
                 await asyncio.sleep(0.005)
                 if place == 3 and fault == "die":
+                    await asyncio.sleep(0.5)  # what it said before has left the process
                     os._exit(1)
                 if place == 3 and fault == "raise":
                     raise RuntimeError("no memory left")
