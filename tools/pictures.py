@@ -28,8 +28,6 @@ TRIMTAB = Path(sys.executable).parent / "trimtab"
 LOGS = "examples/logs/drifting"
 ADVISE = ("advise", f"{LOGS}/config.yaml", "--follow", f"{LOGS}/run.log", "--profile", f"{LOGS}/profile.yaml", "--once")
 WIDTHS, SCHEMES = (400, 1400), ("light", "dark")
-SITE = ("index", "quickstart/verl", "concepts/index", "concepts/glossary", "guides/pools", "reference/cli",
-        "reference/settings", "reference/api", "results/index")  # fmt: skip
 
 
 def trimtab(*words: object) -> None:
@@ -89,11 +87,21 @@ class Looking:
 
 def reports(folder: Path, demo: Path, advised: Path) -> dict[str, Path]:
     """Every kind of report, written into a folder."""
-    made = {name: folder / f"{name}.html" for name in ("plan", "advise", "run", "simulate", "pipeline")}
+    made = {name: folder / f"{name}.html" for name in ("plan", "advise", "run", "simulate", "pipeline", "estimate")}
     trimtab("plan", "src/trimtab/examples/grpo.yaml", "--report", made["plan"])
     trimtab(*ADVISE, "--folder", advised, "--report", made["advise"])
     trimtab("show", demo, "--report", made["run"])
     trimtab("simulate", "examples/simulate/small.yaml", "--seed", 1, "--policy", "fifo", "--report", made["simulate"])
+    trimtab(
+        "estimate",
+        "examples/quickstart/verl.yaml",
+        "--gpu",
+        "h100",
+        "--mean-tokens",
+        1700,
+        "--report",
+        made["estimate"],
+    )
     pipeline = ROOT / "examples" / "pipeline"
     command = [TRIMTAB, "pipeline", "--frontier", "--report", made["pipeline"]]
     subprocess.run(command, cwd=pipeline, check=True, stdout=subprocess.DEVNULL)
@@ -135,8 +143,9 @@ def main() -> int:
             for kind, path in made.items():
                 looking.look(path.as_uri(), kind, asked.look)
             site = ROOT / "out" / "site"
-            for kind in SITE if site.is_dir() else ():
-                looking.look((site / f"{kind}.html").as_uri(), f"site-{kind.replace('/', '-')}", asked.look)
+            for path in sorted(set(site.rglob("*.html")) - {site / "404.html"}):  # its links begin at the server's root
+                kind = str(path.relative_to(site).with_suffix("")).replace("/", "-")
+                looking.look(path.as_uri(), f"site-{kind}", asked.look)
         browser.close()
     for fault in looking.faults:
         print(fault, file=sys.stderr)

@@ -546,9 +546,9 @@ class FleetWorld:
             assert self.told_alive(name), f"{name} is known to be gone"
             assert not self.members[name].ending, f"{name} is being ended"
             member = self.members[name]
-            assert member.node == node or member.state != "running"
-            ranked = self.world is not None and name in self.world.members and member.seen == member.born
             unheard = any(getattr(event, "member", "") == name for event in self.inbox)
+            assert member.node == node or unheard or member.state != "running"
+            ranked = self.world is not None and name in self.world.members and member.seen == member.born
             assert name in newcomers or ranked or unheard or member.state != "running", f"{name} gets no state"
         for node in set(world.nodes):
             living = [name for name, at in zip(world.members, world.nodes, strict=True) if at == node]

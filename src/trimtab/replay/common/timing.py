@@ -84,7 +84,8 @@ class Distribution:
             return f"{len(ordered)} measured values, median {ordered[len(ordered) // 2]:g}{unit}"
         if not self.sigma:
             return f"{self.median:g}{unit}"
-        return f"median {self.median:g}{unit}, p99 {self.median * math.exp(P99 * self.sigma):.3g}{unit}"
+        p99 = self.median * math.exp(P99 * self.sigma)
+        return f"median {self.median:,g}{unit}, p99 {format(p99, ',.0f' if p99 >= 1000 else '.3g')}{unit}"
 
 
 class MedianSection(Section):
