@@ -24,7 +24,7 @@ ray job submit --address="http://127.0.0.1:8265" --no-wait \
     --algo.kl.init_coef 1e-4 \
     --algo.advantage.estimator reinforce_baseline \
     --actor.model_name_or_path deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \
-    --reward.remote_url /work/checkouts/openrlhf/examples/python/math_reward_func.py \
+    --reward.remote_url /checkouts/openrlhf/examples/python/math_reward_func.py \
     --train.batch_size 1024 \
     --rollout.batch_size 512 \
     --rollout.n_samples_per_prompt 16 \

@@ -30,7 +30,7 @@ launch "$BACKEND" "${LAUNCH[@]}" \
         --algo.kl.init_coef 0 \
         --algo.advantage.estimator reinforce_baseline \
         --actor.model_name_or_path Qwen/Qwen3.5-2B \
-        --reward.remote_url /work/checkouts/openrlhf/examples/python/math_reward_func.py \
+        --reward.remote_url /checkouts/openrlhf/examples/python/math_reward_func.py \
         --train.micro_batch_size 1 \
         --rollout.micro_batch_size 1 \
         --train.batch_size 1024 \
