@@ -7,7 +7,7 @@ python3 -m verl.trainer.main_ppo \
     data.train_batch_size=128 \
     data.max_prompt_length=128 \
     data.max_response_length=128 \
-    actor_rollout_ref.model.path=/root/experiments/char_count/models/sft/megatron/global_step_140/huggingface \
+    actor_rollout_ref.model.path=/data/experiments/char_count/models/sft/megatron/global_step_140/huggingface \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \

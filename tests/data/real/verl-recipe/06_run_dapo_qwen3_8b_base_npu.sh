@@ -25,7 +25,7 @@ launch "$BACKEND" "${LAUNCH[@]}" \
         actor_rollout_ref.rollout.n=16 \
         algorithm.adv_estimator=grpo \
         actor_rollout_ref.actor.use_dynamic_bsz=True \
-        actor_rollout_ref.model.path=/root/verl/models/Qwen3-8B-Base \
+        actor_rollout_ref.model.path=/data/verl/models/Qwen3-8B-Base \
         actor_rollout_ref.actor.ppo_mini_batch_size=1 \
         actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 \
         actor_rollout_ref.rollout.gpu_memory_utilization=0.90 \

@@ -10,7 +10,7 @@ python3 -m verl.experimental.fully_async_policy.fully_async_main \
     algorithm.adv_estimator=grpo \
     actor_rollout_ref.hybrid_engine=False \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
-    actor_rollout_ref.model.path=/root/verl/shared/models/Qwen3-30B-A3B-Base \
+    actor_rollout_ref.model.path=/data/verl/shared/models/Qwen3-30B-A3B-Base \
     actor_rollout_ref.actor.ppo_mini_batch_size=32 \
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.50 \

@@ -23,7 +23,7 @@ launch "$BACKEND" "${LAUNCH[@]}" \
         data.train_batch_size=1152 \
         data.max_prompt_length=512 \
         data.max_response_length=1024 \
-        actor_rollout_ref.model.path=/root/verl/models/Qwen3-0.6B \
+        actor_rollout_ref.model.path=/data/verl/models/Qwen3-0.6B \
         actor_rollout_ref.hybrid_engine=False \
         actor_rollout_ref.actor.ppo_mini_batch_size=192 \
         actor_rollout_ref.rollout.tensor_model_parallel_size=2 \

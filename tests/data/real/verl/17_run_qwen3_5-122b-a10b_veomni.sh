@@ -9,7 +9,7 @@ python3 -m verl.trainer.main_ppo \
     data.max_response_length=2048 \
     trainer.n_gpus_per_node=8 \
     trainer.nnodes=8 \
-    actor_rollout_ref.model.path=/root/model/Qwen3.5-122B-A10B \
+    actor_rollout_ref.model.path=/data/model/Qwen3.5-122B-A10B \
     actor_rollout_ref.actor.use_dynamic_bsz=False \
     actor_rollout_ref.actor.ppo_mini_batch_size=32 \
     actor_rollout_ref.rollout.name=sglang \
