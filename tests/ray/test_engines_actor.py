@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray import cloudpickle
 
+from bystanders import KILLS, bystanders
 from engine_answers import answer, greedy, run
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.actor import ActorEngine
@@ -248,3 +251,24 @@ def test_an_actor_that_cannot_generate_is_refused(cluster: None) -> None:
 
     with pytest.raises(InputError, match="no method 'generate'"):
         ActorEngine("one", actor(Other))
+
+
+@pytest.mark.parametrize("way", [(), ("--execute",)], ids=["read", "executed"])
+def test_a_launch_script_that_kills_ray_engines_and_python_ends_none_of_them(
+    cluster: None, way: tuple[str, ...], tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    launch = "python3 -m verl.trainer.main_ppo trainer.nnodes=1 trainer.n_gpus_per_node=8\n"
+    script.write_text(f"{KILLS}sleep 3\nread -p sure\n{launch}")
+    handle = actor(Full)
+    nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    with bystanders(tmp_path, "sglang") as alive:
+        call = [sys.executable, "-m", "trimtab", "plan", str(script), *way, "--gpu", "h100", "--model", "qwen2.5-7b"]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=300, check=False)
+        refused = "namespaces, which cannot be had here" in done.stderr
+        assert done.returncode == (2 if refused else 0), done.stderr
+        assert refused or "rollout" in done.stdout
+        assert [process.poll() for process in alive] == [None, None]
+    assert ray.get(handle.version.remote(), timeout=60) == "v1"
+    assert {node["NodeID"] for node in ray.nodes() if node["Alive"]} == nodes
+    ray.kill(handle)

@@ -39,3 +39,17 @@ def test_a_script_without_a_trainer_is_refused_in_three_lines(
     assert run(["plan", str(script), "--gpu", "h100"]) == 2
     shown = capsys.readouterr().err
     assert "python3 prepare.py (line 2)" in " ".join(shown.split())
+
+
+def test_a_script_that_ends_without_a_variable_asks_for_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    test = '[ -z "${MODELS_OF_A_TEST}" ] && { echo "set MODELS_OF_A_TEST first"; exit 1; }'
+    script.write_text(
+        f"ray stop\n{test}\npython3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$MODELS_OF_A_TEST\n"
+    )
+    call = ["estimate", str(script), "--gpu", "h100", "--model", "qwen2.5-7b"]
+    assert run(call) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "status 1: set MODELS_OF_A_TEST first" in shown
+    assert "give it as MODELS_OF_A_TEST=VALUE" in shown
+    assert run([*call, "MODELS_OF_A_TEST=/models"]) == 0

@@ -244,6 +244,11 @@ def _nothing_found(shell: Shell, path: Path) -> InputError:
         hint = f"it needs what is not here: {', '.join(dict.fromkeys(shell.missing))}"
     elif shell.unfinished:
         hint = "the script was not evaluated to its end: it takes too many steps"
+    elif shell.failed:  # most likely for want of a variable
+        said = next((line for line in reversed(shell.captured.splitlines()) if line.strip()), "")
+        what = f"the script ends with status {shell.state.status}{f': {known_part(said)[:120]}' if said else ''}"
+        if name := next((name for name in reversed(shell.not_set) if name.isidentifier()), ""):
+            hint = f"{name} is not set: give it as {name}=VALUE"
     return InputError(what, where=str(path), hint=hint)
 
 

@@ -1,9 +1,9 @@
 """`--execute`: runs a script in namespaces of its own, where commands are recorded instead of run.
 
 The script's shell has its own users, processes, mounts and network: it sees no other process, reaches no network, and
-finds every file system read-only; what it writes to its folder goes to memory. Only the commands of `TOOLS` run; every
-other one, and whatever is started by an absolute path, is recorded with its arguments and environment, and prints a
-marker of an unknown value. Where such namespaces cannot be had, nothing is run.
+finds every file system read-only; what it writes to its folder, its home or a new folder of `/` goes to memory. Only
+the commands of `TOOLS` run; every other one, and whatever is started by an absolute path, is recorded with its
+arguments and environment, and prints a marker of an unknown value. Where such namespaces cannot be had, nothing is run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ _trimtab_filter() {{
 }}
 for tool in {" ".join(_FILTERS)}; do eval "$tool() {{ _trimtab_filter $tool \\"\\$@\\"; }}; export -f $tool"; done
 unset tool
-export -f command_not_found_handle _trimtab_filter
+# Its own limits stand; a script that raises them goes on.
+ulimit() {{ :; }}
+export -f command_not_found_handle _trimtab_filter ulimit
 """
 
 

@@ -18,9 +18,17 @@ while read -r name; do
 done < "$private/recorded"
 cp "$private/setup" "$private/recorder" "$space"
 chmod 755 "$space"/bin/* "$space/recorder"
-mount --rbind / "$root"
-# Everything is read-only, and nothing on it can be executed except shared libraries.
-awk -v root="$root" 'index($5, root) == 1 { print $5 }' /proc/self/mountinfo | sort -r | while read -r place; do
+# Folders of `/` that are not there can be made: in memory.
+mount -t tmpfs -o size=64m,mode=755,noexec,nosuid none "$root"
+for place in /*; do
+    if [ -L "$place" ]; then
+        cp -P "$place" "$root"
+    elif [ -d "$place" ]; then
+        mkdir "$root$place" && mount --rbind "$place" "$root$place"
+    fi
+done
+# What is there is read-only, and nothing on it can be executed except shared libraries.
+awk -v root="$root/" 'index($5, root) == 1 { print $5 }' /proc/self/mountinfo | sort -r | while read -r place; do
     mount -o remount,bind,ro,noexec,nosuid "$place" 2> /dev/null || mount -t tmpfs -o ro none "$place" 2> /dev/null || true
 done
 for place in /usr/lib /usr/lib64 /lib64; do
@@ -38,7 +46,7 @@ done
 mount -t proc -o ro proc "$root/proc" 2> /dev/null || mount -t tmpfs -o ro none "$root/proc"
 # What the script writes is gone afterwards: layers over its folders, which it may fill.
 number=0
-for place in /tmp "$PWD"; do
+for place in /tmp "${HOME:-/tmp}" "$PWD"; do
     number=$((number + 1))
     mkdir -p "$space/upper$number" "$space/work$number"
     mount -t overlay -o "noexec,nosuid,lowerdir=$place,upperdir=$space/upper$number,workdir=$space/work$number" none \

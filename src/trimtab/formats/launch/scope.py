@@ -35,9 +35,11 @@ class ShellScope:
         self.now = now or datetime.now()
         self.assumptions: list[str] = []
         self.missing: list[str] = []
+        self.not_set: list[str] = []  # variables that were read without a value
         self.starts: list[Launch] = []
         self.steps = 0
         self.unfinished = False
+        self.failed = False  # by `exit` or, with errexit, a command
         self.captured = ""
         self.depth = 0
         self.guarded = 0  # conditions, in which a failing command does not end the script
@@ -125,6 +127,7 @@ class ShellScope:
         return sorted(self.state.variables)
 
     def unset(self, name: str) -> str:
+        self.not_set.append(name)
         if "nounset" in self.state.options and name not in ("@", "*"):
             return unknown(f"{name}, which is not set")
         return ""

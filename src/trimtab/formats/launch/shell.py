@@ -60,7 +60,7 @@ class Shell(ShellScope):
             yield
         except Flow as flow:
             if flow.kind == "exit":
-                self.state.status = flow.number
+                self.state.status, self.failed = flow.number, bool(flow.number)
         finally:
             self.depth -= 1
             self.captured = "".join(self.state.output)

@@ -1,18 +1,19 @@
 import shutil
+import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bystanders import KILLS, bystanders
 from trimtab.core.errors import InputError
 from trimtab.formats.launch import sandbox
 from trimtab.formats.launch.launch import is_unknown
 from trimtab.formats.launch.read import evaluated, executed
 
-HARM = """#!/bin/bash
-pkill -9 sglang; ray stop --force; pkill -9 ray; pkill -9 python
+HARM = f"""#!/bin/bash
+{KILLS}\
 kill -9 $PIDS; /usr/bin/pkill -9 -f sleeper; kill -9 -1
 echo gone > victim.txt; rm -rf "$HOME" folder; : > "$VICTIM"
 (while :; do :; done) &
@@ -23,18 +24,8 @@ python3 -m verl.trainer.main_ppo trainer.nnodes=$(python3 -c 'print(4)') trainer
 
 @pytest.fixture
 def alive(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A Python sleeper, and processes named like an engine and like Ray."""
-    code = "import time; time.sleep(60)"
-    names = {"python": Path(sys.executable)}
-    for name in ("sglang", "raylet"):
-        names[name] = tmp_path / name
-        shutil.copy2(shutil.which("sleep") or "/bin/sleep", names[name])
-    started = [subprocess.Popen([str(names["python"]), "-c", code])]
-    started += [subprocess.Popen([str(names[name]), "60"]) for name in ("sglang", "raylet")]
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
+    with bystanders(tmp_path, "sglang", "raylet") as started:
+        yield started
 
 
 @pytest.fixture
@@ -93,6 +84,33 @@ def test_a_loop_and_a_question_end_with_the_time_limit(tmp_path: Path, can_execu
     script = "ray start; read -p sure answer; while :; do :; done; ray stop"
     records = sandbox.run_recorded(["bash", "-c", script], tmp_path, {"PATH": "/usr/bin:/bin"}, limit_s=1)
     assert [record.words for record in records] == [("ray", "start")]
+
+
+def test_what_a_script_writes_is_there_for_the_script_only(tmp_path: Path, can_execute: None) -> None:
+    """Its folder, its home and new folders of the root can be written; what is there is not changed."""
+    (tmp_path / "home").mkdir()
+    script = """set -euo pipefail
+    ulimit -n 65536
+    for folder in "$HOME/logs" /workspace-of-a-test/logs here; do
+        mkdir -p "$folder" && echo "$folder" > "$folder/name" && ray status "$(cat "$folder/name")"
+    done
+    echo gone > /etc/hostname || ray stop
+    """
+    records = sandbox.run_recorded(["bash", "-c", script], tmp_path, {"PATH": "/usr/bin", "HOME": f"{tmp_path}/home"})
+    written = [f"{tmp_path}/home/logs", "/workspace-of-a-test/logs", "here"]
+    assert [record.words for record in records] == [*(("ray", "status", name) for name in written), ("ray", "stop")]
+    assert not any(Path(tmp_path, name).exists() for name in written)
+
+
+def test_a_script_reaches_no_network(tmp_path: Path, can_execute: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        script = f"exec 3<> /dev/tcp/127.0.0.1/{port} && ray start; ray stop"
+        records = sandbox.run_recorded(["bash", "-c", script], tmp_path, {"PATH": "/usr/bin:/bin"})
+        assert [record.words for record in records] == [("ray", "stop")]
+        with pytest.raises(BlockingIOError):
+            server.accept()
 
 
 def test_without_namespaces_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
