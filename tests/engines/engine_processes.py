@@ -74,7 +74,7 @@ def engine(release: str, folder: Path) -> Iterator[Process]:
     if not (venv / ".ready").exists():
         assert "ENGINE_RELEASES" in os.environ, f"{release} is not here: tools/make-engine-envs makes it"
         pytest.skip(f"{release} was left out by ENGINE_RELEASES")
-    command, environment = (_sglang if release == "sglang" else _vllm)(venv, port)
+    command, environment = (_sglang if release == "sglang" else vllm_command)(venv, port)
     template = folder / "chat.jinja"  # the model has none
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     command += ["--chat-template", str(template)]
@@ -122,7 +122,7 @@ def _die_with_parent() -> None:
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _vllm(venv: Path, port: int) -> tuple[list[str], dict[str, str]]:
+def vllm_command(venv: Path, port: int) -> tuple[list[str], dict[str, str]]:
     # A release whose transformers cannot read that tokenizer has the same weights with one of its own.
     own = venv / "tiny"
     command = [

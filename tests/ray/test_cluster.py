@@ -103,7 +103,7 @@ def dead() -> ProcessIdentity:
 # ---- before anything is started ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [("add",), ("show",), ("stop",), ("drain", "gpu-1"), ("remove", "gpu-1")])
+@pytest.mark.parametrize("command", [("add",), ("show",), ("env",), ("stop",), ("drain", "gpu-1"), ("remove", "gpu-1")])
 def test_without_a_cluster_every_command_says_how_to_start_one(place: Place, command: tuple[str, ...]) -> None:
     done = place.run(*command)
     assert done.returncode == 4
@@ -248,6 +248,16 @@ def test_a_node_has_one_gpu_one_cpu_and_one_worker_unit_and_status_says_who_hold
     assert "trainer-0" in text
     assert "free: none" in text
     assert TOKEN not in text + json.dumps(data)
+
+
+def test_ray_status_works_in_the_shell_that_the_printed_line_leaves(here: Place) -> None:
+    line = here.done("env").strip()
+    assert line == f"export RAY_ADDRESS={here.cluster().address} RAY_AUTH_MODE=token"
+    shell = f'{line}; "{sys.executable}" -m ray.scripts.scripts status'
+    around = {**here.environment, "RAY_AUTH_TOKEN": TOKEN}
+    done = subprocess.run(["bash", "-c", shell], env=around, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "GPU" in done.stdout
 
 
 def test_the_gpu_of_a_killed_node_returns_and_the_next_node_takes_it_and_no_other(workers: Place) -> None:

@@ -693,7 +693,7 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 ) -> None:
     async def story(world: World) -> None:
         world.members._warm_pool._start_s = 0.0
-        taking = asyncio.ensure_future(world.members._warm_pool.take(world.node, WarmWorkerKind()))
+        taking = asyncio.ensure_future(world.members._warm_pool._take(world.node, WarmWorkerKind()))
         await until_async(lambda: "did not start: TimeoutError" in caplog.text)
         world.members._warm_pool._start_s = WAIT_S
         host, was_ready = await asyncio.wait_for(taking, WAIT_S)

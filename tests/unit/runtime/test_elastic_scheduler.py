@@ -1068,6 +1068,29 @@ def test_without_settings_the_mixin_does_nothing() -> None:
     run(story)
 
 
+def test_a_start_without_await_starts_in_a_running_loop_and_is_an_error_outside_one() -> None:
+    class Trainer:
+        def __init__(self, rollout: Any) -> None:
+            self.actor_rollout_wg = rollout
+
+        def init_workers(self) -> None:
+            self.actor_rollout_wg.start_elastic_scheduling()
+
+    rollout = elastic_rollout()(2, elastic_config={})
+    with pytest.raises(InputError, match=r"start_elastic_scheduling\(\) was called outside an event loop"):
+        Trainer(rollout).init_workers()
+    Trainer(elastic_rollout()(2)).init_workers()  # without settings there is nothing to start
+
+    async def story() -> None:
+        Trainer(rollout).init_workers()
+        await until_async(lambda: rollout.elastic_scheduler.get_metrics()["active_workers"] == 2)
+        rollout.elastic_scheduler.add_request("one")
+        assert rollout.elastic_scheduler.worker_of("one") is not None
+        await rollout.stop_elastic_scheduling()
+
+    asyncio.run(story())
+
+
 def test_a_look_at_the_load_that_fails_in_an_unknown_way_is_said_and_begun_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,7 +113,6 @@ def start(
             with ledger.change() as state:
                 state.clusters[cluster.address] = dataclasses.replace(state.clusters[cluster.address], owner=None)
             data = status_now(ledger, cluster)
-            hints.append("trimtab cluster stop                       # stops it")
             answer(data, form, lambda: out.print(cluster_text.picture(data, hints)))
             return
         _show_until_end(ledger, cluster, hints)
@@ -156,6 +155,22 @@ def show(address: AddressOption = None, form: FormatOption = Format.text) -> Non
         )
     data = status_now(ledger, cluster)
     answer(data, form, lambda: cluster_text.print_status(data))
+
+
+@app.command()
+def env(address: AddressOption = None) -> None:
+    """Print the line that makes a shell mean the cluster: RAY_ADDRESS, for `ray status`, drivers and trimtab.
+
+    Example:
+
+        eval "$(trimtab cluster env)" && ray status
+    """
+    from trimtab.render.text import cluster as cluster_text
+    from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.rayapi import auth
+
+    _, cluster = selected(address)
+    print(cluster_text.env_line(cluster, local.auth_of(cluster).get(auth.MODE) == auth.ON))
 
 
 @app.command()

@@ -6,10 +6,12 @@ nothing, so one class serves both cases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any
 
 from trimtab.compat.elastic_scheduler.scheduler import ElasticScheduler
+from trimtab.core.errors import InputError
 from trimtab.model.elastic_config import ElasticConfig
 
 
@@ -28,22 +30,41 @@ class ElasticRolloutMixin:
         if elastic_config is not None and elastic_config.enable_elastic:
             self.elastic_scheduler = ElasticScheduler(config=elastic_config, worker_group=self)
 
-    async def start_elastic_scheduling(self) -> None:
+    def start_elastic_scheduling(self) -> Awaitable[None]:
         """Start the scheduler, if there is one."""
-        if self.elastic_scheduler is not None:
-            await self.elastic_scheduler.start()
+        return self._begin("start_elastic_scheduling", "start")
 
-    async def stop_elastic_scheduling(self) -> None:
+    def stop_elastic_scheduling(self) -> Awaitable[None]:
         """Stop: drains end, nothing is left running."""
-        if self.elastic_scheduler is not None:
-            await self.elastic_scheduler.stop()
+        return self._begin("stop_elastic_scheduling", "stop")
 
-    async def wake_up_all_workers(self) -> None:
+    def wake_up_all_workers(self) -> Awaitable[None]:
         """Wake every worker, until `resume_elastic_scheduling`."""
-        if self.elastic_scheduler is not None:
-            await self.elastic_scheduler.wake_up_all_workers()
+        return self._begin("wake_up_all_workers", "wake_up_all_workers")
 
-    async def resume_elastic_scheduling(self) -> None:
+    def resume_elastic_scheduling(self) -> Awaitable[None]:
         """Let the policy decide again."""
-        if self.elastic_scheduler is not None:
-            await self.elastic_scheduler.resume_elastic_scheduling()
+        return self._begin("resume_elastic_scheduling", "resume_elastic_scheduling")
+
+    def _begin(self, name: str, call: str) -> Awaitable[None]:
+        """Begin the call in the running event loop, whether it is awaited or not; InputError where no loop runs."""
+        if self.elastic_scheduler is None:
+            return _NothingToAwait()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise InputError(
+                f"{name}() was called outside an event loop, so nothing was done",
+                where=type(self).__name__,
+                hint=f"make the calling function async (init_workers, _validate), and `await` {name}() there",
+            ) from None
+        begun: asyncio.Task[None] = loop.create_task(getattr(self.elastic_scheduler, call)())
+        self._begun = begun  # a loop keeps no task alive by itself
+        return begun
+
+
+class _NothingToAwait:
+    """Done already, and may be left without `await`."""
+
+    def __await__(self) -> Iterator[Any]:
+        return iter(())

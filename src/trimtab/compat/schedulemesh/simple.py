@@ -68,12 +68,16 @@ class SimpleScheduler:
         state_dir: str | None = None,
         cpus: int | None = None,
         metrics_port: int | None = None,
+        dashboard: bool = False,
         start_timeout: float = 600.0,
         metric_aliases: bool = False,
     ) -> None:
-        """`metric_aliases` exports the metrics that ScheduleMesh has under its names too (`ray_schedulemesh_...`)."""
+        """`dashboard` starts Ray's dashboard with a Ray that is started here; `metric_aliases` exports the metrics that
+        ScheduleMesh has under its names too (`ray_schedulemesh_...`)."""
         alias: dict[str, Any] = {"metric_alias": METRIC_ALIAS} if metric_aliases else {}
-        self.session = connect(address, name, journal_dir, state_dir, cpus=cpus, metrics_port=metrics_port, **alias)
+        self.session = connect(
+            address, name, journal_dir, state_dir, cpus=cpus, metrics_port=metrics_port, dashboard=dashboard, **alias
+        )
         self.name = name
         self.how = self.session.how
         self._start_timeout_s = start_timeout

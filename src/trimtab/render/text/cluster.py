@@ -147,14 +147,19 @@ def print_ended(data: Data) -> None:
 
 
 def next_steps(cluster: ClusterRecord, token: bool) -> list[str]:
-    """Commands to type next, in another terminal."""
-    auth = " RAY_AUTH_MODE=token" if token else ""
+    """Commands to type next, in another terminal; the line that it needs first of all is the last."""
     return [
-        f"export RAY_ADDRESS={cluster.address}{auth}",
         "python training_loop_with_autoscaling.py   # in examples/auto_scaling: trains on every node that joins",
         "trimtab node add                           # one more node, on the next free GPU",
         "trimtab why                                # why anything waits",
+        "trimtab cluster stop                       # stops it",
+        env_line(cluster, token),
     ]
+
+
+def env_line(cluster: ClusterRecord, token: bool) -> str:
+    """What makes a shell's `ray status`, drivers and trimtab mean this cluster."""
+    return f"export RAY_ADDRESS={cluster.address}" + (" RAY_AUTH_MODE=token" if token else "")
 
 
 def change_lines(before: Data | None, now: Data) -> list[str]:

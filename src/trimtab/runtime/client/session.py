@@ -57,6 +57,7 @@ def connect(
     *,
     cpus: int | None = None,
     metrics_port: int | None = None,
+    dashboard: bool = False,
     timeout: float = 120.0,
     lease_s: float = LEASE_S,
     answer_s: float = ANSWER_S,
@@ -68,7 +69,8 @@ def connect(
     machine, else a local Ray of `cpus` logical CPUs that ends with the session ("local" requests that one);
     `session.how` says which it is and why. `journal_dir` is the directory of the controller's journal on the head node
     (default: in Ray's session directory, for the lifetime of the cluster). With `state_dir`, a directory that every
-    node mounts, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray. `lease_s`:
+    node mounts, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray, `dashboard`
+    starts Ray's dashboard with it (`session.dashboard_url`). `lease_s`:
     what was submitted with `ends_with_me` ends after so long without a sign of this process, unless its node sees that
     it is alive; at once if its node sees that it is dead. `answer_s` is how long the controller may take to answer.
     Further settings, of a new controller, are fields of `ControllerSettings`: reconcile_s, poll_nodes_s,
@@ -80,7 +82,7 @@ def connect(
     controller_settings = ControllerSettings(**settings)
     if not lease_s > 0:
         raise InputError(f"lease_s must be more than 0, not {lease_s:g}", hint=f"the default is {LEASE_S:g} seconds")
-    connection = RayConnection(address, cpus=cpus, metrics_port=metrics_port)
+    connection = RayConnection(address, cpus=cpus, metrics_port=metrics_port, dashboard=dashboard)
     try:
         controller = ControllerConnection(
             connection.ray,

@@ -19,7 +19,7 @@ from typing import Any
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.procs.background import first_line
 from trimtab.runtime.rayapi import auth
-from trimtab.runtime.rayapi.private import gcs_addresses
+from trimtab.runtime.rayapi.private import dashboard_address, gcs_addresses, missing_for_dashboard
 
 NAMESPACE = "trimtab"  # of Ray. A fixed one: in an anonymous one other drivers could not find a user's named actors
 MIN_CPUS = 8  # logical CPUs of a local Ray, at least
@@ -28,11 +28,18 @@ MIN_CPUS = 8  # logical CPUs of a local Ray, at least
 class RayConnection:
     """A connection to Ray. `how` says to which cluster and why; `embedded` whether it was started here.
 
-    With `start` false none is started: UnreachableError if there is none.
+    With `start` false none is started: UnreachableError if there is none. `dashboard`: one that is started here has
+    Ray's dashboard, at `dashboard_url`.
     """
 
     def __init__(
-        self, address: str | None, *, cpus: int | None = None, metrics_port: int | None = None, start: bool = True
+        self,
+        address: str | None,
+        *,
+        cpus: int | None = None,
+        metrics_port: int | None = None,
+        dashboard: bool = False,
+        start: bool = True,
     ) -> None:
         self.ray = import_ray()
         self.embedded = False
@@ -50,8 +57,14 @@ class RayConnection:
                     if address == "local":
                         raise InputError("a local Ray would be a new, empty one", hint=hint)
                     raise UnreachableError(f"no Ray cluster was found: {'; '.join(skipped)}", hint=hint)
-                self._start(cpus, metrics_port)
+                self._start(cpus, metrics_port, dashboard)
                 self.how = "a local Ray of its own" + (f": {'; '.join(skipped)}" if skipped else ", as asked")
+
+    @property
+    def dashboard_url(self) -> str | None:
+        """Ray's dashboard of this cluster; None if it has none."""
+        address = dashboard_address(self.ray)
+        return f"http://{address}" if address else None
 
     def close(self) -> None:
         """Disconnect; shuts Ray down if it was started here."""
@@ -88,10 +101,12 @@ class RayConnection:
             auth.match_cluster(address)
         self._init(f"no Ray at {address}", address=address)
 
-    def _start(self, cpus: int | None, metrics_port: int | None) -> None:
+    def _start(self, cpus: int | None, metrics_port: int | None, dashboard: bool) -> None:
+        if dashboard and (missing := missing_for_dashboard()):
+            raise InputError(f"Ray's dashboard needs {missing}, which is missing", hint="pip install 'ray[default]'")
         settings: dict[str, Any] = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
         cpus = cpus or max(MIN_CPUS, os.cpu_count() or 1)
-        self._init("no Ray on this machine", address="local", num_cpus=cpus, include_dashboard=False, **settings)
+        self._init("no Ray on this machine", address="local", num_cpus=cpus, include_dashboard=dashboard, **settings)
         self.embedded = True
 
     def _init(self, failure: str, **settings: Any) -> None:

@@ -17,6 +17,20 @@ def gcs_addresses() -> list[str]:
     return sorted(str(address) for address in find_gcs_addresses())
 
 
+def missing_for_dashboard() -> str:
+    """The module of `ray[default]` that is not installed; empty if the dashboard can run. Seen with Ray 2.60."""
+    try:
+        import ray.dashboard.optional_deps  # noqa: F401
+    except ImportError as fault:
+        return fault.name or str(fault)
+    return ""
+
+
+def dashboard_address(ray: Any) -> str:
+    """Host and port of the connected cluster's dashboard; empty without one. Seen with Ray 2.60."""
+    return str(ray._private.worker.get_dashboard_url() or "")
+
+
 def gcs_client(address: str) -> Any:
     """Client of a cluster's GCS, for a process that is no driver. Seen with Ray 2.60."""
     from ray._raylet import GcsClient

@@ -361,23 +361,23 @@ class TaskWorkerManager:
         from ray.exceptions import RayError
 
         identity = spec.identity
-        host, ahead = await self._warm_pool.take(place.node, kind)
-        member = TaskWorker(
-            identity.task, identity.attempt, identity.rank, identity.world, "host", host.actor, NAMESPACE,
-            host.node, host.pid, host.born, spec.mark, identity.wide,
-        )  # fmt: skip
-        taken.append(member)
-        self._live[member.key] = member
-        self._handles[member.key] = host.handle
-        devices = await self._placement_groups.devices(place, identity.pool, bundle)
-        slot = await self._placement_groups.view(place, identity.pool, bundle, identity.world, capture)
-        try:
-            bind = host.handle.bind.options(name=f"{identity.task}.start")
-            fault = await bind.remote(replace(spec, devices=devices, slot=slot))
-        except RayError as died:
-            raise TaskStartError(
-                f"its process died while it was constructed: {first_line(died)}", fatal=False
-            ) from None
+        async with self._warm_pool.take(place.node, kind) as (host, ahead):
+            member = TaskWorker(
+                identity.task, identity.attempt, identity.rank, identity.world, "host", host.actor, NAMESPACE,
+                host.node, host.pid, host.born, spec.mark, identity.wide,
+            )  # fmt: skip
+            taken.append(member)
+            self._live[member.key] = member
+            self._handles[member.key] = host.handle
+            devices = await self._placement_groups.devices(place, identity.pool, bundle)
+            slot = await self._placement_groups.view(place, identity.pool, bundle, identity.world, capture)
+            try:
+                bind = host.handle.bind.options(name=f"{identity.task}.start")
+                fault = await bind.remote(replace(spec, devices=devices, slot=slot))
+            except RayError as died:
+                raise TaskStartError(
+                    f"its process died while it was constructed: {first_line(died)}", fatal=False
+                ) from None
         if fault is not None:
             why, trace = fault
             raise TaskStartError(why, fatal=True, trace=trace)

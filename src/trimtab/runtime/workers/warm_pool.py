@@ -1,7 +1,8 @@
 """Warm workers: idle processes kept ready on each node (setting `warm_hosts`), bound to a task in milliseconds.
 
 Starting a process takes half a second of a core, so few are started at once, more if a task waits for one; a bound one
-is replaced a moment later. Must never return a worker that is known to be dead.
+is replaced once its task is constructed, since both would share the cores. Must never return a worker that is known to
+be dead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ from trimtab.runtime.workers.environments import WarmWorkerKind
 from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NodeAgents
 from trimtab.runtime.workers.worker_process import WorkerProcess
 
-_REFILL_AFTER_S = 0.2  # the task that took a worker starts first
+_REFILL_AFTER_S = 0.2  # the first call of a task comes before its worker's replacement
+_TASK_FIRST_S = 5.0  # and so does its construction, for so long
 _MAX_BACKOFF_S = 30.0
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class WarmPool:
         self._ready: dict[str, list[WarmWorker]] = {}
         self._starting: dict[str, dict[str, WarmWorkerKind]] = {}  # by node and actor name
         self._waiting: dict[str, list[tuple[WarmWorkerKind, asyncio.Future[WarmWorker]]]] = {}
+        self._binding: Counter[str] = Counter()  # by node: workers requested, whose task is not constructed yet
         self._failures: Counter[tuple[str, str]] = Counter()  # consecutive, by node and runtime environment
         self._backing_off: set[tuple[str, str]] = set()  # node and environment of a recently failed start
         self._own_names: set[str] = set()  # names of workers that were started or adopted here
@@ -89,19 +92,39 @@ class WarmPool:
             for node in self._agents.nodes
         }
 
-    async def take(self, node: str, kind: WarmWorkerKind) -> tuple[WarmWorker, bool]:
+    @contextlib.asynccontextmanager
+    async def take(self, node: str, kind: WarmWorkerKind) -> AsyncIterator[tuple[WarmWorker, bool]]:
         """The best matching ready worker of this node and runtime environment, else the next to become ready; and
-        whether it was ready.
+        whether it was ready. In the context its task is constructed, before spare workers are started.
 
         WorkerSetupError if the environment cannot be set up there.
         """
+        loop = asyncio.get_running_loop()
+        self._binding[node] += 1
+        try:
+            taken = await self._take(node, kind)
+        except BaseException:
+            self._bound(node)
+            raise
+        until = loop.call_later(_TASK_FIRST_S, self._bound, node)
+        try:
+            yield taken
+        finally:
+            if until.when() > loop.time():
+                until.cancel()
+                loop.call_later(_REFILL_AFTER_S, self._bound, node)
+
+    def _bound(self, node: str) -> None:
+        self._binding[node] -= 1
+        self._start_missing(node)
+
+    async def _take(self, node: str, kind: WarmWorkerKind) -> tuple[WarmWorker, bool]:
         ready = self._ready.get(node, [])
         for preload in (kind.preload, (), None):
             for host in ready:
                 if host.kind.runtime_env == kind.runtime_env and preload in (None, host.kind.preload):
                     ready.remove(host)
                     self._own_names.discard(host.actor)
-                    asyncio.get_running_loop().call_later(_REFILL_AFTER_S, self._start_missing, node)
                     return host, True
         if self._closed or node not in self._agents.nodes:
             raise UnreachableError(f"node {node[:12]} is gone")
@@ -166,7 +189,8 @@ class WarmPool:
                 coming[kind.runtime_env] -= 1
             elif len(starting) < max(2, cores):
                 self._launch(node, kind)
-        while len(starting) - len(waiting) < max(1, cores // 2) and len(starting) < max(2, cores):
+        spares = cores // 4 if self._binding[node] else max(1, cores // 2)  # at once
+        while len(starting) - len(waiting) < spares and len(starting) < max(2, cores):
             held = Counter(host.kind for host in self._ready.get(node, ())) + Counter(starting.values())
             owed = Counter(kind.runtime_env for kind, _ in waiting)  # starting workers go to waiters first
             missing = [
