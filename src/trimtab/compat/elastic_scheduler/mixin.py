@@ -7,7 +7,7 @@ nothing, so one class serves both cases.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
 from typing import Any
 
 from trimtab.compat.elastic_scheduler.scheduler import ElasticScheduler
@@ -66,5 +66,5 @@ class ElasticRolloutMixin:
 class _NothingToAwait:
     """Done already, and may be left without `await`."""
 
-    def __await__(self) -> Iterator[Any]:
-        return iter(())
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from ()

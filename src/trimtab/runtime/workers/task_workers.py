@@ -415,18 +415,20 @@ class TaskWorkerManager:
                 place, identity.pool, bool(user_options.get(_CAPTURE, leaves_room))
             ),
         }
-        creator, _ = await self._warm_pool.take(place.node, WarmWorkerKind((), payload.runtime_env))
-        left = deadline - time.monotonic()
-        create = creator.handle.create_actor.options(name=f"{identity.task}.make")
         facts = None
-        try:
-            facts, why, fatal, trace = await create.remote(
-                self._controller, place.node, spec, name, namespace or NAMESPACE, options, left
-            )
-        except RayError as died:
-            raise TaskStartError(f"its process died while it was created: {first_line(died)}", fatal=False) from None
-        finally:
-            await asyncio.shield(self._end_creator(creator, None if facts else identity))
+        async with self._warm_pool.take(place.node, WarmWorkerKind((), payload.runtime_env)) as (creator, _):
+            left = deadline - time.monotonic()
+            create = creator.handle.create_actor.options(name=f"{identity.task}.make")
+            try:
+                facts, why, fatal, trace = await create.remote(
+                    self._controller, place.node, spec, name, namespace or NAMESPACE, options, left
+                )
+            except RayError as died:
+                raise TaskStartError(
+                    f"its process died while it was created: {first_line(died)}", fatal=False
+                ) from None
+            finally:
+                await asyncio.shield(self._end_creator(creator, None if facts else identity))
         if facts is None:
             timed_out = not fatal and time.monotonic() >= deadline
             raise TaskStartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
