@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import string
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trimtab.core.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.demos import rlhf as rlhf_demo
 from trimtab.demos.rlhf import fitting_shares, main, run_demo, texts
-from trimtab.runtime.rayapi.connect import connected
+from trimtab.runtime.rayapi.connect import RayConnection, connected
+from waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pg_pool_rlhf_full_demo.py"
 
@@ -48,9 +52,10 @@ def test_the_example_says_in_chinese_what_the_guide_says() -> None:
         "提交 rollout-extra-00 (传统抢占): success=True",
         "total_preemptions = 2",
         "为什么不是原场景中的 reward-00",
-        "跨池抢占开启：urgent-00 运行；被抢占：batch-00",
+        "跨池抢占开启：urgent-00 运行；被抢占：batch-00 (跨池抢占)",
     ):
         assert line in said, line
+    assert not re.search(r"[a-z]{2,} [a-z]{2,} [a-z]{2,}", said)  # no sentence is English
     assert "✗" not in said
     assert done.stderr == ""
 
@@ -127,4 +132,24 @@ def test_both_languages_say_the_same_things() -> None:
         return {name for _, name, _, _ in string.Formatter().parse(text) if name}
 
     for key, text in texts().items():
-        assert values(text["zh"]) - {"kind"} == values(text["en"]), key
+        if key != "reasons":
+            assert values(text["zh"]) <= values(text["en"]) | {"kind", "address"}, key
+            assert values(text["en"]) - values(text["zh"]) <= {"how", "reason"}, key
+
+
+def test_ray_s_dashboard_is_started_where_it_is_asked_for_and_its_absence_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with contextlib.closing(RayConnection("local", cpus=1, dashboard=True)) as link:
+        assert link.dashboard_url
+        until(lambda: b"<title>" in fetched(link.dashboard_url or ""))
+    monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
+    with pytest.raises(InputError, match=r"Ray's dashboard needs .*, which is missing") as refused:
+        RayConnection("local", dashboard=True)
+    assert refused.value.hint == "pip install 'ray[default]'"
+
+
+def fetched(url: str) -> bytes:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+        return bytes(answer.read())
+    return b""

@@ -51,11 +51,12 @@ def rlhf(
         str | None,
         Option("--address", "-a", help="Ray cluster.  [default: RAY_ADDRESS, a running local cluster, or a new one]"),
     ] = None,
+    ray_dashboard: Annotated[bool, Option("--ray-dashboard", help="Start a new Ray with Ray's dashboard.")] = False,
 ) -> None:
     """Run rollout, reward and train in one pool on Ray, then two pools with preemption across them."""
     from trimtab.demos.rlhf import run_demo
 
-    raise typer.Exit(run_demo(lang.value, address))
+    raise typer.Exit(run_demo(lang.value, address, dashboard=ray_dashboard))
 
 
 @app.command()

@@ -82,25 +82,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Rollout, reward and train in one pool on Ray, with preemption.")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="the language of the output")
     parser.add_argument("--address", help="a Ray cluster (default: RAY_ADDRESS, a running local cluster, or a new one)")
+    parser.add_argument("--ray-dashboard", action="store_true", help="start a new Ray with Ray's dashboard")
     options = parser.parse_args(arguments)
     try:
-        return run_demo(options.lang, options.address)
+        return run_demo(options.lang, options.address, dashboard=options.ray_dashboard)
     except TrimtabError as fault:
         parser.exit(fault.exit_status, f"error: {fault}\n")
     except KeyboardInterrupt:
         parser.exit(130, "interrupted\n")
 
 
-def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], None] = print) -> int:
+def run_demo(
+    lang: str = "en", address: str | None = None, say: Callable[[str], None] = print, *, dashboard: bool = False
+) -> int:
     """Runs the demo, cleans up, and returns the exit status: 0 if all checks passed."""
     from trimtab.compat.schedulemesh.simple import SimpleScheduler
     from trimtab.runtime.rayapi.connect import RayConnection
 
     name = f"rlhf-demo-{uuid.uuid4().hex[:6]}"
     printer = BilingualPrinter(lang, say)
-    link = RayConnection(address)
+    link = RayConnection(address, dashboard=dashboard)
     try:
-        printer.line("connected", how=link.how)
+        printer.line("connected", how=link.how, address=link.ray.get_runtime_context().gcs_address)
+        if link.dashboard_url:
+            printer.line("ray_dashboard", url=link.dashboard_url)
         with SimpleScheduler(name) as scheduler:
             demo = _Demo(scheduler, link.ray, printer)
             demo.prepare()
@@ -117,9 +122,9 @@ def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], 
     return 0
 
 
-def texts() -> dict[str, dict[str, str]]:
+def texts() -> dict[str, dict[str, Any]]:
     file = resources.files("trimtab.demos") / "rlhf_texts.yaml"
-    found: dict[str, dict[str, str]] = yaml_text.parse(file.read_text(encoding="utf-8"), file.name)
+    found: dict[str, dict[str, Any]] = yaml_text.parse(file.read_text(encoding="utf-8"), file.name)
     return found
 
 
@@ -127,13 +132,17 @@ class BilingualPrinter:
     """Prints in one of two languages and counts passed and failed checks."""
 
     def __init__(self, lang: str, say: Callable[[str], None]) -> None:
-        self._texts = {key: by_language[lang] for key, by_language in texts().items()}
+        self._texts = {key: by_language.get(lang, {}) for key, by_language in texts().items()}
         self._say = say
         self.passed = 0
         self.failed = 0
 
     def text(self, key: str, **values: Any) -> str:
-        return self._texts[key].format(**values)
+        return str(self._texts[key].format(**values))
+
+    def reason(self, answer: Mapping[str, Any]) -> str:
+        """The reason in an answer, in this language."""
+        return str(self._texts["reasons"].get(answer.get("code"), answer["reason"]))
 
     def line(self, key: str, **values: Any) -> None:
         self._say(self.text(key, **values))
@@ -211,7 +220,7 @@ class _Demo:
         self._printer.line("scene_2")
         answer = self._scheduler.submit_with_pg_preemption(**self._task("reward-00", REWARD, actor="reward-worker-00"))
         self._submitted(answer, "submitted", "reward-00")
-        self._printer.check(answer.get("code") == "RESERVED", "reward_reserved", reason=answer["reason"])
+        self._printer.check(answer.get("code") == "RESERVED", "reward_reserved", reason=self._printer.reason(answer))
         self._statistics("after_reward", preemptions=0)
 
     def _train_arrives(self) -> None:
@@ -221,7 +230,7 @@ class _Demo:
         task = self._task("train-00", TRAIN, actor="train-worker-00")
         refused = self._scheduler.submit_with_pg_preemption(**task)
         self._printer.line("submitted_slot_path", task="train-00", success=refused["success"])
-        self._printer.check(not refused["success"], "refused_for_quota", reason=refused["reason"])
+        self._printer.check(not refused["success"], "refused_for_quota", reason=self._printer.reason(refused))
         self._printer.line("falls_back")
         self._dry_run(TRAIN)
         answer = self._scheduler.submit_spec(SimpleTaskSpec(**task))
@@ -242,7 +251,7 @@ class _Demo:
         self._printer.line("scene_4")
         answer = self._scheduler.submit_spec(SimpleTaskSpec(**self._task("rollout-extra-00", EXTRA)))
         self._submitted(answer, "submitted_preempting", "rollout-extra-00")
-        victims = ", ".join(f"{task['task_id']} ({task['reason']})" for task in answer.get("preempted", ()))
+        victims = self._named(answer.get("preempted", ()))
         self._printer.check(len(answer.get("preempted", ())) == 1, "victim", victims=victims or "-")
         self._run(answer, 1)
         self._statistics("after_growth", preemptions=2)
@@ -285,8 +294,10 @@ class _Demo:
         self._scheduler.configure_preemption(enable_cross_pool_preemption=True, protected_pools=[])
         answer = self._scheduler.submit(**self._urgent(cpu))
         evicted = answer.get("preempted", ())
-        victims = ", ".join(f"{task['task_id']} ({task['reason']})" for task in evicted)
-        self._printer.check(answer["success"] and len(evicted) == 1, "cross_on", victims=victims or answer["reason"])
+        victims = self._named(evicted) or self._printer.reason(answer)
+        self._printer.check(
+            answer["success"] and len(evicted) == 1, "cross_on", victims=victims or self._printer.reason(answer)
+        )
         stats = self._scheduler.stats()
         self._printer.check(
             stats["cross_pool_preemptions"] == 1 and stats["total_preemptions"] == 3,
@@ -325,7 +336,7 @@ class _Demo:
         self._scheduler.configure_preemption(**settings)
         answer = self._scheduler.submit(**self._urgent(cpu))
         untouched = {agent["name"]: agent["pid"] for agent in self._agents()} == before
-        self._printer.check(not answer["success"] and untouched, key, reason=answer["reason"])
+        self._printer.check(not answer["success"] and untouched, key, reason=self._printer.reason(answer))
 
     # ---- shared by the scenes
 
@@ -366,9 +377,12 @@ class _Demo:
         if answer["success"]:
             agent = answer["agent"]
             kind = self._printer.text(f"kind_{agent['kind']}")
-            self._printer.line("runs_in", kind=kind, how=agent["how"], reason=answer["reason"])
+            self._printer.line("runs_in", kind=kind, how=agent["how"], reason=self._printer.reason(answer))
         else:
-            self._printer.line("because", reason=answer["reason"])
+            self._printer.line("because", reason=self._printer.reason(answer))
+
+    def _named(self, evicted: Sequence[Mapping[str, Any]]) -> str:
+        return ", ".join(f"{task['task_id']} ({self._printer.reason(task)})" for task in evicted)
 
     def _run(self, answer: Mapping[str, Any], steps: int) -> None:
         """Calls `worker.run()` like a Ray actor's method."""

@@ -159,7 +159,7 @@ def show(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
 @app.command()
 def env(address: AddressOption = None) -> None:
-    """Print the line that makes a shell mean the cluster: RAY_ADDRESS, for `ray status`, drivers and trimtab.
+    """Print the line for a shell that is to use the cluster: `export RAY_ADDRESS=...`.
 
     Example:
 
