@@ -1,7 +1,7 @@
 """A job whose components have estimated seconds where none are measured or stated, with memory and weight sync.
 
 The estimate's stages become the components of the job file or of the framework, at GPU counts that its parallelism
-divides; what was measured stays.
+divides. What was measured stays; on counts where it was not measured it scales as the estimate does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats import run_settings
 from trimtab.formats.frameworks.run_inputs import read_with_framework
 from trimtab.formats.load import load
@@ -21,7 +22,7 @@ from trimtab.model.workflow import Cluster, Component, ComponentProfile, GpuCurv
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.measured import STAGES, on_gpus
 from trimtab.plan.estimate.phases import context_gb, phases
-from trimtab.plan.estimate.step import refit_seconds, step_time
+from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 
 PHASES = {"generate": "generate", "update": "update", "critic update": "update"}
 """The phase whose memory a stage takes; log-probs otherwise."""
@@ -44,8 +45,14 @@ def load_estimated(
     inputs, framework = read_with_framework(path, overrides)
     settings = run_settings.build(run_settings.merged(inputs, given))
     names = STAGES if framework is None else (*framework.REQUIRED, *getattr(framework, "COMPONENTS", STAGES))
-    known = profile.components if profile else ()
+    known = tuple(_scaled(part, settings, c) for part in profile.components) if profile else ()
     guesses = _components(settings, names, {part.name for part in known}, c, together=framework is not None)
+    stated = _stated_costs(path, overrides) if framework is not None else {}
+    measured = [part.name for part in guesses if STAGES[part.name] in stated]
+    guesses = [
+        _scaled(replace(part, seconds=stated[STAGES[part.name]]), settings, c) if part.name in measured else part
+        for part in guesses
+    ]
     merged = Profile(profile.source if profile else "estimate", (*known, *guesses), profile.notes if profile else ())
     loaded = load(path, overrides, merged)
     stages = {part.name: STAGES[part.name] for part in guesses}
@@ -55,7 +62,7 @@ def load_estimated(
         guess = next((each for each in guesses if each.name == part.name), None)
         own = guess and any(variant.points("") == guess.seconds for variant in part.variants)
         components.append(_fitted(part, settings, stages[part.name], c) if own else part)
-        used += [part.name] if own else []
+        used += [part.name] if own and part.name not in measured else []
     workflow = replace(job.workflow, components=tuple(components))
     sync = workflow.weight_sync
     if sync is not None and not sync.shared_seconds and not sync.separate_seconds:
@@ -66,6 +73,9 @@ def load_estimated(
     width = math.exp(c.stage_error)
     sides = [[n for n in used if (stages[n] == ("generate",)) is first] for first in (True, False)]
     seconds = ", ".join(used)
+    before = {part.name: len(part.seconds) for part in profile.components} if profile else {}
+    scaled = [part.name for part in known if len(part.seconds) > before[part.name]] + measured
+    how = (f"scaling between GPU counts is estimated, the level is measured: {', '.join(scaled)}",) if scaled else ()
     notes = (
         f"estimated, not measured: {seconds}; each may be off by {width:.1f}x either way (`trimtab estimate`)",
         *(f"estimated with {each}" for each in settings.assumed),
@@ -74,8 +84,36 @@ def load_estimated(
         replace(loaded, job=replace(job, workflow=workflow, cluster=cluster)),
         settings,
         tuple(dict.fromkeys(side, width) for side in sides if side),
-        notes if used else (),
+        how + (notes if used else ()),
     )
+
+
+def _stated_costs(path: Path, overrides: Sequence[str]) -> dict[tuple[str, ...], tuple[tuple[int, float], ...]]:
+    """Costs in the file itself, by stages; empty where it states none."""
+    try:
+        parts = load(path, overrides).job.workflow.components
+    except InputError:
+        return {}
+    return {STAGES[part.name]: part.variants[0].points("") for part in parts if part.variants and part.name in STAGES}
+
+
+def _scaled(part: ComponentProfile, settings: Settings, c: Constants) -> ComponentProfile:
+    """A component that was measured on one GPU count, on the others with the estimate's scaling."""
+    run = settings.run
+    exist = {stage.name for stage in step_time(run, c).stages}
+    stages = tuple(stage for stage in STAGES.get(part.name, ()) if stage in exist)
+    if len(part.seconds) != 1 or part.waits or not stages or stages == ("refit",):
+        return part
+    [(measured_on, seconds)] = part.seconds
+    level = seconds / _seconds(run, measured_on, stages, c)
+    sizes = counts(_multiple(settings, stages), run.gpus)
+    points = {gpus: level * _seconds(run, gpus, stages, c) for gpus in sizes} | {measured_on: seconds}
+    return replace(part, seconds=tuple(sorted(points.items())))
+
+
+def _seconds(run: RunInputs, gpus: int, stages: tuple[str, ...], c: Constants) -> float:
+    step = step_time(on_gpus(run, gpus), c)
+    return sum(step.stage(stage) for stage in stages)
 
 
 def counts(multiple: int, most: int) -> list[int]:
@@ -105,9 +143,8 @@ def _components(
             continue
         if together:
             covered |= set(stages)
-        steps = ((gpus, step_time(on_gpus(run, gpus), c)) for gpus in counts(_multiple(settings, stages), run.gpus))
-        points = tuple((gpus, sum(step.stage(stage) for stage in stages)) for gpus, step in steps)
-        found.append(ComponentProfile(name, points))
+        sizes = counts(_multiple(settings, stages), run.gpus)
+        found.append(ComponentProfile(name, tuple((gpus, _seconds(run, gpus, stages, c)) for gpus in sizes)))
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 from trimtab.cli.app import run
 from trimtab.core.errors import InputError
 from trimtab.formats.estimated_costs import counts, load_estimated
+from trimtab.model.workflow import ComponentProfile, Profile
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.placement.planner import best_plan, explain, plan_placement
 
@@ -146,3 +147,31 @@ def test_a_wrong_word_names_its_option(tmp_path: Path) -> None:
     given = {"model": "qwen2.5-7b", "rollout": "tb=2", "train": ""}
     with pytest.raises(InputError, match="unknown key tb"):
         load_estimated(job_file(tmp_path), (), None, given, CONSTANTS)
+
+
+def test_one_measured_cost_each_stays_as_it_is_and_scales_as_the_estimate_does() -> None:
+    config = Path(__file__).parents[3] / "examples" / "math" / "config" / "qwen2.5-1.5b-grpo-megatron.yaml"
+    given = {"model": "qwen2.5-1.5b", "gpu": "h100", "mean_tokens": 2000}
+    estimated = load_estimated(config, (), None, given, CONSTANTS)
+    points = {part.name: dict(part.variants[0].points("")) for part in estimated.loaded.job.workflow.components}
+    assert {name: seconds[8] for name, seconds in points.items()} == {
+        "rollout": 59.9, "inference": 30.8, "actor": 95.7,
+    }  # fmt: skip
+    # A long answer takes as long on more engines: half of them take less than twice as long.
+    assert 59.9 < points["rollout"][4] < 1.95 * 59.9
+    assert all(seconds[4] > seconds[8] for seconds in points.values())
+    assert estimated.widths == ()
+    [note] = estimated.notes
+    assert note == "scaling between GPU counts is estimated, the level is measured: rollout, actor, inference"
+
+
+def test_a_profile_of_one_gpu_count_scales_as_the_estimate_does_and_one_of_several_stays(tmp_path: Path) -> None:
+    once = ComponentProfile("rollout", ((8, 100.0),))
+    several = ComponentProfile("trainer", ((4, 90.0), (8, 50.0)))
+    profile = Profile("a log", (once, several), ())
+    given = {"model": "qwen2.5-7b", "gpu": "h100", "mean_tokens": 1700}
+    job = load_estimated(job_file(tmp_path), (), profile, given, CONSTANTS).loaded.job
+    points = {part.name: dict(part.variants[0].points("")) for part in job.workflow.components if part.variants}
+    assert points["rollout"][8] == 100.0
+    assert 100.0 < points["rollout"][4] < 200.0
+    assert points["trainer"] == {4: 90.0, 8: 50.0}
