@@ -18,7 +18,8 @@ from trimtab.formats.launch.sandbox import run_recorded
 TRAINERS = {
     "verl": re.compile(r"(^|\.)(main_ppo|main_ppo_sync|fully_async_main)$"),
     "verl-recipe": re.compile(
-        r"^(recipe\..*|verl\..*)\.?(main_\w+|grpo_main|spo_main_ppo|gvpo_main_ppo|fully_async_main|main)$"
+        r"^((recipe|verl)\..*|(.*\.)?)(main_\w+|grpo_main|spo_main_ppo|gvpo_main_ppo|fully_async_main)$"
+        r"|^recipe\..*\.main$"
     ),
     "nemo-rl": re.compile(r"(^|/)run_(\w*_)?(grpo|ppo|distillation)\w*\.py$"),
     "openrlhf": re.compile(r"^openrlhf\.cli\.train_ppo_ray$"),
@@ -26,8 +27,12 @@ TRAINERS = {
         r"(^|/)(train_embodied_agent|train_async|train_offline_rl|main_grpo|main_rstar2|main_coding_\w+"
         r"|searchr1/train|wideseek_r1/train)\.py$"
     ),
+    "slime": re.compile(r"(^|/)train(_async)?\.py$"),
+    "skyrl": re.compile(r"(^|[./])(main_\w+|\w*entrypoint\w*)(\.py)?$"),
+    "areal": re.compile(r"(^|/)examples/\S+\.py$"),
+    "roll": re.compile(r"(^|/)start_\w*pipeline\.py$"),
 }
-_NOT_RL = re.compile(r"generation|eval|sft|merge|diagnos")
+_NOT_RL = re.compile(r"generat|eval|sft|dpo|rollout_pipeline|merge|diagnos")
 SUFFIXES = (".sh", ".slurm", ".sub")
 
 

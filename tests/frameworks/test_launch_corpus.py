@@ -1,77 +1,168 @@
-"""Every RL launch script of full checkouts is read as bash runs it, and its config composes.
+"""Every RL launch script of full checkouts is read as bash runs it and planned, no slower than its own placement.
 
 FRAMEWORKS_DIR names a folder with the checkouts. A script is one of RL if running it starts a trainer, or reading does.
+What a script asks for (variables of its user's, the model where its name is none of the table, GPUs per node where no
+key says them) is given, to bash and to the reader alike.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import launch_oracle as oracle
 import pytest
+from conftest import row
 
-from trimtab.core.errors import InputError
-from trimtab.formats.launch.launch import is_unknown
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.formats.estimated_costs import load_estimated
 from trimtab.formats.launch.read import CHOICE, LaunchChoice, composed, evaluated, trainers
+from trimtab.formats.launch.shell import Shell
+from trimtab.plan.estimate.constants import CONSTANTS
+from trimtab.plan.placement.compare import current_plan
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 
 pytestmark = pytest.mark.frameworks
 
 CHECKOUTS = os.environ.get("FRAMEWORKS_DIR", "")
-COLUMNS = ("RL scripts", "accepted", "read right", "not run", "asked", "refused", "wrong")
+COUNTS = re.compile(r"NUM|NODE|GPU|SIZE|STEP|PORT|RANK|WORLD|COUNT|BATCH|EPOCH")
+NAMES = {"INFER_BACKEND": "vllm", "USE_DUMMY_MODEL": "False"}
+GPU, MODEL = "b300", "qwen2.5-7b"
 
 
-def judged(name: str, root: Path, script: Path, compose: bool = True) -> tuple[str, str]:
-    """The column of a script, and what to say of it; "" for one that starts no trainer."""
+def value_of(name: str) -> str:
+    return NAMES.get(name) or ("8" if COUNTS.search(name) else f"/given/{name}")
+
+
+def asked(error: InputError) -> str:
+    """The override or variable that an error asks for."""
+    text = str(error)
+    if found := re.search(r"\b([A-Z]\w*)(?:, which)? is not set|the variable (\w+)", text):
+        return f"{found[1] or found[2]}={value_of(found[1] or found[2])}"
+    return next(iter(re.findall(r"\+\+cluster\.num_gpus_per_node=8", text)), "")
+
+
+def read(script: Path, given: list[str]) -> Shell:
+    """The evaluated script, with every variable given that it asks for; they are added to `given`."""
+    while True:
+        shell, _ = evaluated(script, given)
+        found = trainers(shell)
+        words = " ".join(word for one in found for word in (*one.launch.arguments, *one.launch.program))
+        fault = next((one.fault for one in found if one.fault is not None), None)
+        if not found and shell.failed and shell.not_set:
+            fault = InputError(f"{shell.not_set[-1]} is not set")
+        elif name := re.search(r"\w+, which is not set", words):
+            fault = InputError(name[0])
+        wanted = asked(fault) if fault is not None else ""
+        if not wanted or wanted in given or wanted.startswith("+"):
+            return shell
+        given.append(wanted)
+
+
+def judged(name: str, root: Path, script: Path) -> Iterator[tuple[str, str]]:
+    """The columns of a script, and what to say of each; none for one that starts no trainer."""
     environment = {key: os.environ[key] for key in ("HOME", "PATH", "USER") if key in os.environ}
-    ran = oracle.started(name, script, root, environment)
+    given: list[str] = []
+    found, fault = [], "no trainer was found"
     try:
-        shell, _ = evaluated(script, ())
+        found = trainers(read(script, given))
     except InputError as error:
-        return ("refused" if ran else ""), str(error)
-    found = trainers(shell)
+        fault = str(error)
+    ran = oracle.started(name, script, root, environment | dict(word.split("=", 1) for word in given))
     if not found:
-        return ("refused", "no trainer was found") if ran else ("", "")
+        if ran:
+            yield "found", ""
+            yield "refused", fault
+        return
+    yield "found", ""
     for arguments in ran or ():
         if not any(oracle.agrees(launch.launch.arguments, arguments) for launch in found):
             close = max(found, key=lambda one: len(set(one.launch.arguments) & set(arguments))).launch.arguments
-            return (
-                "wrong",
-                f"read {sorted(set(close) - set(arguments))[:4]}, is {sorted(set(arguments) - set(close))[:4]}",
-            )
-    for launch in found:
-        if launch.fault is not None:
-            return "refused", str(launch.fault)
-        if compose:
+            mine, theirs = sorted(set(close) - set(arguments))[:4], sorted(set(arguments) - set(close))[:4]
+            yield "wrong", f"read {mine}, is {theirs}"
+            return
+    outcomes = [outcome(script, number, given) for number in range(1, len(found) + 1)]
+    refused = [why for column, why in outcomes if column == "refused"]
+    if refused:
+        yield "refused", refused[0]
+        return
+    if all(column == "not RL" for column, _ in outcomes):
+        yield "not RL", ""
+        return
+    yield "with NAME=" if given else "accepted", " ".join(given)
+    yield ("read right" if ran else "not compared"), "" if ran else "bash did not come to its trainer"
+    yield from (found for found in outcomes if found[0] != "not RL")
+
+
+def outcome(script: Path, number: int, given: list[str]) -> tuple[str, str]:
+    """Read one launch of a script, and plan it from estimated costs beside its own placement."""
+    CHOICE.set(LaunchChoice(number))
+    sizes, words = {"gpu": GPU}, list(given)
+    try:
+        while True:
             try:
-                composed(launch, ()).reader.plain()
+                loaded = load_estimated(script, words, None, sizes, CONSTANTS).loaded
+                break
             except InputError as error:
-                return ("asked" if is_unknown(" ".join(launch.launch.arguments)) else "refused"), str(error)
-    return ("read right" if ran else "not run"), ""
+                if (
+                    "not an RL job" in error.what
+                    or "this is no RL training" in error.what
+                    or "only evaluates" in error.what
+                ):
+                    return "not RL", ""
+                if re.search(r"unknown model|no model is given", error.what) and "model" not in sizes:
+                    sizes["model"] = MODEL
+                elif (wanted := asked(error)) and wanted not in words:
+                    words.append(wanted)
+                else:
+                    raise
+        space, found = best_plan(loaded.job, loaded.rules)
+    except InfeasibleError as error:
+        return "no plan", str(error)
+    except InputError as error:
+        return plain(script, number, words, error)
+    assert found.best is not None
+    if loaded.current is None:
+        return "no plan", "its own placement is not read"
+    own, best = current_plan(space, loaded.current, found.best).plan, to_plan(space, found.best)
+    if own is not None and best.iteration_seconds > own.iteration_seconds * (1 + 1e-9):
+        return "slower", f"{best.describe()}: {best.iteration_seconds:.1f} s, own {own.iteration_seconds:.1f} s"
+    return "planned", ""
 
 
-def table_of(name: str, root: Path, compose: bool = True) -> Counter[str]:
+def plain(script: Path, number: int, words: list[str], error: InputError) -> tuple[str, str]:
+    """What is not planned from estimates may still be read: its config composes."""
+    try:
+        shell, overrides = evaluated(script, words)
+        composed(trainers(shell)[number - 1], overrides).reader.plain()
+    except InputError as refused:
+        return "refused", str(refused)
+    return "no plan", str(error)
+
+
+def table_of(name: str, root: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
-    lines = []
-    CHOICE.set(LaunchChoice())
+    began = time.monotonic()
     for script in sorted(path for path in root.rglob("*") if path.suffix in oracle.SUFFIXES and path.is_file()):
-        column, why = judged(name, root, script.relative_to(root), compose)
-        if not column:
-            continue
-        counts["RL scripts"] += 1
-        counts[column] += 1
-        counts["accepted"] += column in ("read right", "not run")
-        if why:
-            lines.append(f"  {column}: {script.relative_to(root)}: {' '.join(why.split())[:300]}")
-            print(lines[-1], flush=True)
-    head = f"{'':12} " + " ".join(f"{column:>12}" for column in COLUMNS)
-    print("", head, f"{name:12} " + " ".join(f"{counts[column]:>12}" for column in COLUMNS), sep="\n", flush=True)
+        CHOICE.set(None)
+        for column, why in judged(name, root, script.relative_to(root)):
+            counts[column] += 1
+            if why:
+                print(f"  {column}: {script.relative_to(root)}: {' '.join(why.split())[:300]}", flush=True)
+    CHOICE.set(None)
+    row(name, "scripts", counts, began)
     return counts
 
 
-@pytest.mark.parametrize("name", ["verl", "verl-recipe", "nemo-rl", "openrlhf", "rlinf"])
-def test_launch_scripts_are_read_as_bash_runs_them(
+@pytest.mark.parametrize(
+    "name", ["verl", "verl-recipe", "nemo-rl", "openrlhf", "slime", "skyrl", "roll", "areal", "rlinf"]
+)
+def test_launch_scripts_are_read_as_bash_runs_them_and_no_plan_is_slower(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if not CHECKOUTS:
@@ -80,5 +171,7 @@ def test_launch_scripts_are_read_as_bash_runs_them(
     monkeypatch.chdir(root)
     with capsys.disabled():
         counts = table_of(name, root)
-    assert counts["wrong"] == 0
-    assert counts["accepted"] >= 0.95 * counts["RL scripts"]
+    scripts = counts["found"] - counts["not RL"]
+    assert counts["wrong"] == counts["slower"] == 0
+    assert counts["accepted"] + counts["with NAME="] >= 0.95 * scripts
+    assert counts["refused"] <= 0.05 * scripts

@@ -127,8 +127,8 @@ class ConfigReader:
             if "nterpolation" in type(error).__name__ and "InputError" in unknown:
                 raise self.error(
                     full_key,
-                    f"this value is not known: {unknown.partition('resolution: ')[2] or unknown}",
-                    f"give it: {full_key}=VALUE, or the variable of the script that holds it",
+                    f"this value is not known: {unknown.partition('interpolation: ')[2] or unknown}",
+                    f"give the variable: NAME=VALUE, or the key: {'' if '.' in full_key else '++'}{full_key}=VALUE",
                 ) from None
             if "nterpolation" in type(error).__name__:
                 raise self.error(

@@ -11,10 +11,11 @@ from pathlib import Path
 from trimtab.core.errors import InputError
 from trimtab.formats.launch import arithmetic, conditions, expansion, syntax
 from trimtab.formats.launch import syntax_tree as tree
-from trimtab.formats.launch.launch import Launch, is_unknown, unknown
+from trimtab.formats.launch.launch import Launch, is_unknown, known_part, unknown, why_unknown
 from trimtab.formats.launch.state import ShellState, Variable
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=", re.DOTALL)
+_NAMED = "the variable "
 _SLURM = re.compile(r"SLURM_\w+\Z")
 
 
@@ -31,7 +32,6 @@ class ShellScope:
     ) -> None:
         self.script = script
         self.answers = dict(answers or {})
-        self.used: set[str] = set()
         self.now = now or datetime.now()
         self.assumptions: list[str] = []
         self.missing: list[str] = []
@@ -135,7 +135,8 @@ class ShellScope:
     def assign(self, name: str, value: str, subscript: str | None = None, *, append: bool = False) -> None:
         if name in self.answers and is_unknown(value):
             value = self.answers[name]
-            self.used.add(name)
+        if is_unknown(value) and not known_part(value) and not value[1:].startswith(_NAMED):
+            value = unknown(f"{_NAMED}{name}: {why_unknown(value)}")
         old = self.state.variables.get(name)
         exported = old.exported if old else "allexport" in self.state.options
         if subscript is None and (old is None or isinstance(old.value, str)):

@@ -41,10 +41,10 @@ class Shell(ShellScope):
             name = expansion.text(content[1], self)
             return (self.read(name) or unknown(f"what {name} holds")).rstrip("\n")
         commands = syntax.parse(text, str(self.script))
-        line = self.line
+        in_text, self.in_text = self.in_text, True
         with self.subshell():
             self.run(commands)
-        self.line = line
+        self.in_text = in_text
         return self.captured.rstrip("\n")
 
     @contextmanager
