@@ -23,7 +23,7 @@ from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 
-READ = ("areal", "roll", "trl", "slime", "skyrl", "prime_rl")
+READ = ("areal", "roll", "trl", "slime", "skyrl", "prime_rl", "rlinf")
 CASES = [
     pytest.param(name, case, id=f"{name}-{at}")
     for name in READ
@@ -68,6 +68,10 @@ def read(kind: type[FrameworkConfig], case: Mapping[str, Any], folder: Path, mor
         config = folder / "flags.yaml"
     gpus = case["reads"]["gpus"] if "reads" in case else dict.fromkeys(kind.REQUIRED, 1)
     return load(config, (*source.overrides, *more), profile_for(gpus))
+
+
+def test_there_are_twenty_of_each_framework() -> None:
+    assert all(sum(case.values[0] == name for case in CASES) >= 20 for name in READ)
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)

@@ -203,6 +203,11 @@ class Rlinf(FrameworkConfig):
         places = {str(value).strip().lower() for value in reader.mapping(KEY).values()}
         return RunFacts(total, gpus, answers, shared=len(places) == 1)
 
+    def placement_text(self, gpus: Sequence[int]) -> str:
+        """Ranks, and `all` only where the file says how many that are: a cluster may have more."""
+        every = len(gpus) == self.total and self.reader.has("cluster.num_gpus_per_node")
+        return "all" if every else ranks_text(gpus)
+
     def block(self, values: dict[str, Any]) -> str:
         size = {"cluster.num_nodes": self.nodes, "cluster.num_gpus_per_node": self.gpus_per_node}
         return block_text(nested({**size, **values}))
@@ -238,14 +243,18 @@ class Rlinf(FrameworkConfig):
 
 
 def cluster_size(reader: ConfigReader) -> tuple[int, int]:
-    """(nodes, GPUs per node). RLinf counts GPUs in the live cluster, so a config may not state them."""
+    """(nodes, GPUs per node). RLinf counts GPUs in the live cluster, so a config may not state them.
+
+    Then they are those that the placements name; `all` names none, so with one `all` they have to be stated.
+    """
     nodes = reader.count("cluster.num_nodes", 1)
     per_node = reader.optional_count("cluster.num_gpus_per_node")
     if per_node is not None:
         common.check_gpus(nodes * per_node, f"{nodes:,} nodes of {per_node:,} GPUs", reader.where("cluster"))
         return nodes, per_node
-    highest = max((gpus[-1] for gpus in _all_ranks(reader, None).values() if gpus), default=None)
-    if highest is None or (highest + 1) % nodes:
+    placed = _all_ranks(reader, None).values()
+    highest = max((gpus[-1] for gpus in placed if gpus), default=None)
+    if highest is None or (highest + 1) % nodes or not all(placed):
         raise reader.error(
             "cluster.num_gpus_per_node",
             "how many GPUs a node has is not stated",
@@ -283,10 +292,6 @@ def _all_ranks(reader: ConfigReader, total: int | None) -> dict[str, tuple[int, 
         name: _ranks(_text(reader, name, value), total, reader.where(f"{KEY}.{name}"))
         for name, value in stated_placement(reader).items()
     }
-
-
-def placement_text(gpus: tuple[int, ...], total: int) -> str:
-    return "all" if len(gpus) == total else ranks_text(gpus)
 
 
 def _text(reader: ConfigReader, name: str, value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.hydra_config import as_number
-from trimtab.formats.frameworks.rlinf import KEY, Rlinf, placement_text, stated_placement
+from trimtab.formats.frameworks.rlinf import KEY, Rlinf, stated_placement
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.workflow import Component, ComponentProfile, Variant
@@ -115,7 +115,7 @@ class Embodied(Rlinf):
         together: dict[tuple[int, ...], list[str]] = {}
         for name, found in gpus.items():
             together.setdefault(found, []).append(name)
-        placement: dict[str, Any] = {",".join(n): placement_text(some, self.total) for some, n in together.items()}
+        placement: dict[str, Any] = {",".join(n): self.placement_text(some) for some, n in together.items()}
         stated = stated_placement(self.reader)
         return placement | {name: stated[name] for name in stated if name not in gpus}  # others are not moved
 

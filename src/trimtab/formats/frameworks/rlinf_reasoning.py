@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.hydra_config import ComposedConfig
-from trimtab.formats.frameworks.rlinf import KEY, Rlinf, placement_text, stated_placement
+from trimtab.formats.frameworks.rlinf import KEY, Rlinf, stated_placement
 from trimtab.formats.loaded import PlanSettings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.workflow import Component, ComponentProfile, Profile, Variant
@@ -189,11 +189,11 @@ class Reasoning(Rlinf):
         shared = len(plan.groups) == 1
         placement: dict[str, Any] = {}
         if shared:
-            placement[",".join(self._shared_names())] = "all"
+            placement[",".join(self._shared_names())] = self.placement_text(range(self.total))
         else:
             for name in (name for name in self.costs if name != "reward"):
                 written = self.written_trainer if name == self.trainer else name
-                placement[written] = placement_text(plan.placed(name).gpus, self.total)
+                placement[written] = self.placement_text(plan.placed(name).gpus)
             if self.written_trainer == "actor" or "reward" in {*self.placed, *self.costs}:
                 placement["reward"] = placement["rollout"]  # a light worker; as in RLinf's own configs
         values: dict[str, Any] = {KEY: placement}
