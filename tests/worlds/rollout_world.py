@@ -190,7 +190,8 @@ class RolloutWorld:
         assert send.version == self.version
         view = next(one for one in self.machine.workers() if one.worker == send.worker)
         assert (view.state, view.version) == (S.active, self.version), f"{send.worker} is {view.state}"
-        if engine.alive and engine.told:
+        heard = self._heard(engine)
+        if engine.alive and heard:
             assert engine.weights == self.version, f"{send.worker} has {engine.weights}, not {self.version}"
             assert not engine.asleep, f"{send.worker} sleeps"
             assert not engine.paused, f"{send.worker} is paused: it would hang"
@@ -213,7 +214,7 @@ class RolloutWorld:
             self._end(engine, running, e.AttemptFailed, "nobody listens")
         else:
             engine.running[send.request, send.attempt] = running
-            client.murky = client.murky or not engine.told
+            client.murky = client.murky or not heard
 
     def _check_session(self, client: Client, worker: str) -> None:
         session = client.spec.session
@@ -298,7 +299,7 @@ class RolloutWorld:
         there = {one.worker for one in self.machine.workers() if one.state is not S.lost}
         for member in ready.membership.members:
             engine = self.engines[member.worker]
-            if engine.alive and engine.told and member.worker in there:
+            if engine.alive and self._heard(engine) and member.worker in there:
                 going = [one for one in engine.running.values() if not engine.paused and not one.cut]
                 theirs = Owner.trainer in (self.rules.ownership.abort, self.rules.ownership.pause)
                 assert theirs or not going, "weights would change under requests"
@@ -445,6 +446,11 @@ class RolloutWorld:
         elif engine.alive and not engine.spec.startable and self._believed_lost(name):
             self.post(e.WorkerUp(name, engine.weights, restarted=False))
         engine.told = True
+
+    def _heard(self, engine: Engine) -> bool:
+        """Whether the machine knows of its process: what was said of it has also arrived."""
+        ups = (event.worker for event, _ in self.mail if isinstance(event, e.WorkerUp))
+        return engine.told and engine.spec.id not in ups
 
     def _believed_lost(self, name: str) -> bool:
         return any(one.worker == name and one.state is S.lost for one in self.machine.workers())

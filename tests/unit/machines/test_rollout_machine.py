@@ -532,6 +532,24 @@ def test_a_newcomer_is_stale_until_the_trainer_has_acknowledged_it() -> None:
     assert bench.state("new") is S.active
 
 
+def test_what_was_sent_to_an_attached_engine_before_its_death_was_heard_is_aborted_on_its_new_process() -> None:
+    bench = Bench(1)
+    bench.ask()  # by now the engine may have been killed and started again
+    bench.tell(e.WorkerDied("w0", "killed"))
+    assert kinds(bench.tell(e.WorkerUp("w0", 0))) == ["AbortAttempt"]
+    assert kinds(begin(bench, in_flight=InFlight.move)) == []  # not ready: it may still run there
+    assert kinds(bench.tell(e.AbortDone("r", 1, 0))) == ["RefitReady"]
+
+
+def test_nothing_is_aborted_on_a_process_that_trimtab_started_after_the_old_one_died() -> None:
+    bench = Bench(1, spec={"startable": True})
+    bench.ask()
+    bench.tell(e.WorkerDied("w0", "killed"))
+    bench.wait(60.0)
+    assert bench.act("w0").verb is WorkerVerb.start
+    assert "AbortAttempt" not in kinds(bench.done("w0", 0))
+
+
 def test_the_same_members_keep_their_epoch_and_a_restarted_one_begins_another() -> None:
     bench = Bench(2)
     for version in (1, 2):
@@ -622,6 +640,8 @@ def test_what_waits_with_tokens_of_an_older_version_and_may_not_span_restarts() 
     bench.tell(e.TokensStreamed("one", 1, 5))
     bench.tell(e.TokensStreamed("several", 1, 5))
     bench.tell(e.WorkerDied("w0", "killed"))
+    for name in ("one", "several"):
+        bench.tell(e.AttemptFailed(name, 1, 5, "connection reset"))
     bench.tell(e.WorkerUp("w0", 0))
     begin(bench)
     bench.tell(e.RefitConfirmed("w0", 1))

@@ -144,7 +144,7 @@ class WorkerHealth:
         worker.action, worker.load_fresh_until, worker.retry_at = None, None, None
         worker.reports_load = False
         self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}", process_gone=not worker.started)
-        if not worker.started:
+        if not worker.started and worker.spec.startable:
             self.requests.drop_zombies(worker)
         state.evaluate_soon()
         self.refits.update_quiesced(worker)

@@ -197,12 +197,15 @@ class RequestTransitions:
                 self.abort_and_requeue(request, reason)
 
     def lose_all(self, worker: RolloutWorker, why: str, *, process_gone: bool) -> None:
-        """Give up all attempts there. Unless `process_gone`, they are kept as zombies: the process may still run."""
+        """Give up all attempts there. They are kept as zombies where a process may still run them.
+
+        That may be a new one: an engine that another client starts may have been back before its death was heard.
+        """
         state = self.state
         for key, sent in list(worker.held.items()):
             request = state.requests.get(sent.request)
             self.drop_held(worker, sent)
-            if not process_gone:
+            if not (process_gone and worker.spec.startable):
                 sent.orphan = True
                 worker.zombies[key] = sent
                 state.worker_by_attempt[key] = worker.id
