@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.core.errors import nearest
+from trimtab.core.plain_data import fault_of
 from trimtab.model.rollout import DEFAULT_CLASS
 from trimtab.runtime.gateway.exchange import Headers, Refusal, invalid_value, to_json
 from trimtab.runtime.rollout.request_api import RequestOptions
@@ -309,10 +310,11 @@ def require_bounded(name: str, value: Any, prefix: str = "") -> None:
     if type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # excludes NaN
         problem = f"a number within {MAX_NUMBER}"
     elif type(value) in (str, list, dict):
-        try:
-            problem = f"at most {MAX_FIELD_BYTES} bytes" if len(to_json(value)) > MAX_FIELD_BYTES else ""
-        except RecursionError:
-            problem = "lists and objects are nested too deeply"
+        fault = fault_of(value)  # among others of deep nesting, which `json` writes or not, by the Python
+        if fault is not None:
+            problem = fault[0]
+        elif len(to_json(value)) > MAX_FIELD_BYTES:
+            problem = f"at most {MAX_FIELD_BYTES} bytes"
     if problem:
         raise Refusal(400, f"{prefix}{name}: {problem}", param=prefix + name, code="invalid_value")
 
