@@ -111,10 +111,26 @@ class Scene:
 
     @asynccontextmanager
     async def asked(self, asked: Sequence[Sequence[int]] = ASKED, **how: Any) -> AsyncIterator[asyncio.Task[Any]]:
-        """Requests of which every engine has begun some; they are answered within the block."""
-        task = asyncio.create_task(self.pool.generate(asked, GREEDY, **how))
-        assert await self.pool.until(lambda: {*self.begun.values()} >= {*self.names} or task.done(), 120.0)
-        assert not task.done(), "they were answered before anything could be done to the engines"
+        """Requests of which every engine has begun some; they are answered within the block.
+
+        More are asked whenever an engine has nothing left to do: another one may be slow to begin.
+        """
+        works: list[asyncio.Task[list[Completion]]] = []
+
+        def begun() -> bool:
+            return {*self.begun.values()} >= {*self.names}
+
+        def idle() -> bool:
+            all_sent = len(self.arrived) >= len(works) * len(asked)
+            return all_sent and not all(one.running for one in self.pool.workers())
+
+        async def answers() -> list[Completion]:
+            return [completion for work in works for completion in await work]
+
+        while not begun():
+            works.append(asyncio.create_task(self.pool.generate(asked, GREEDY, **how)))
+            assert await self.pool.until(lambda: begun() or idle(), 300.0)
+        task = asyncio.create_task(answers())
         yield task
         await task
 
