@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from cluster_here import Place, worker_ports
 from trimtab.runtime.localcluster import allocation as books
 from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeSizes
+from trimtab.runtime.localcluster.node_supervisor import ended_by_logs
 from trimtab.runtime.procs import gpus, ports
 from trimtab.runtime.procs.processes import ProcessIdentity, send
 from trimtab.runtime.rayapi import auth
@@ -296,6 +298,25 @@ def test_a_raylet_that_is_killed_takes_its_node_with_it_and_its_gpu_is_free(work
     until(lambda: not any(one.alive for one in family), "some process of the node is still there")
     assert "its Ray died" in workers.cause("gpu-3")
     assert "3" not in gpus_of(workers)
+
+
+@pytest.mark.parametrize(
+    ("raylet", "gcs_server", "cause"),
+    [
+        ("main.cc:1174: received SIGTERM.", "", "its Ray was stopped from outside, as `ray stop` does"),
+        ("", "main.cc:266: GCS server received SIGTERM", "its Ray was stopped from outside, as `ray stop` does"),
+        ("death info: reason: AUTOSCALER_DRAIN\nmain.cc:1174: received SIGTERM.", "", "drained"),
+        ("", "node_manager.cc:734: another node: death message = received SIGTERM", ""),
+    ],
+)  # fmt: skip
+def test_the_logs_of_a_node_tell_a_stop_from_a_crash(tmp_path: Path, raylet: str, gcs_server: str, cause: str) -> None:
+    assert ended_by_logs(str(tmp_path)) == ""
+    logs = tmp_path / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    for name, text in (("raylet", raylet), ("gcs_server", gcs_server), ("raylet.1", "main.cc:9: received SIGTERM")):
+        (logs / f"{name}.out").write_text(text)
+    os.utime(logs / "raylet.1.out", (0, 0))  # of an earlier attempt to start
+    assert ended_by_logs(str(tmp_path)) == cause
 
 
 def test_drains_of_unknown_nodes_of_the_head_and_into_the_past_are_errors(here: Place) -> None:

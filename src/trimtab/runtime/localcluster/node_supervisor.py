@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -141,7 +142,8 @@ POLL_S = 0.2
 ATTEMPTS = 3
 TOO_BUSY = "Ray's agent did not come up in the 15 s that Ray gives it: this machine is too busy"
 GRACE_S = 5.0  # for Ray to end in order
-CRASH_S = 3.0  # after a crash of one of its processes `ray start` ends within this
+CRASH_S = 3.0  # after a crash of one of its processes `ray start` ends within this on a calm machine
+_SIGTERM = re.compile(r"main\.cc:\d+: (GCS server )?received SIGTERM")
 IP = "TRIMTAB_NODE_IP"
 
 
@@ -241,17 +243,18 @@ class NodeSupervisor:
                 return f"its Ray did not start: {words}"
             if self._status == 0 or self.node.deadline is not None:
                 return "drained"
-            return f"its Ray died (status {self._status})"
+            return ended_by_logs(temp_dir(self.cluster, self.node)) or f"its Ray died (status {self._status})"
         if len(self._vital) < (2 if self.node.head else 1):
             self._find_vital()
-        if not all(vital.alive for vital in self._vital.values()):
+        gone = [name for name, vital in self._vital.items() if not vital.alive]
+        if gone:
             self._vital_gone = self._vital_gone or time.monotonic()
             if self.node.phase is NodePhase.starting and self._ray is not None:
                 send(self._ray, signal.SIGKILL)  # it would wait half a minute for the missing process
-            elif _was_drained(temp_dir(self.cluster, self.node)):
-                return "drained"
-            if time.monotonic() - self._vital_gone > CRASH_S:  # after a crash `ray start` would have ended too
-                return "its Ray was stopped from outside, as `ray stop` does"
+            elif cause := ended_by_logs(temp_dir(self.cluster, self.node)):
+                return cause
+            elif time.monotonic() - self._vital_gone > CRASH_S:
+                return f"its Ray died (its {' and '.join(gone)})"
         return ""
 
     def _ended_from_outside(self) -> str:
@@ -329,13 +332,19 @@ def start_error(log: str, where: str) -> str:
     return lines[-1][:300] if lines else "it logged nothing"
 
 
-def _was_drained(where: str) -> bool:
-    """Whether the node's raylet ended because it was drained, by its own log."""
-    for path in Path(where).glob("session_2*/logs/raylet*.out"):
-        with contextlib.suppress(OSError):
-            if "death info: reason: AUTOSCALER_DRAIN" in path.read_text(errors="replace"):
-                return True
-    return False
+def ended_by_logs(where: str) -> str:
+    """Why the node's Ray ended, by what its raylet and GCS server logged below `where`; empty if they do not say.
+
+    The exit status of `ray start` does not tell: processes that miss the GCS server fail after a `ray stop`, too.
+    """
+    text = ""
+    for name in ("raylet", "gcs_server"):  # the last of each: there may be others, of earlier attempts to start
+        with contextlib.suppress(OSError, ValueError):
+            last = max(Path(where).glob(f"session_2*/logs/{name}*.out"), key=lambda path: path.stat().st_mtime)
+            text += last.read_text(errors="replace")
+    if "death info: reason: AUTOSCALER_DRAIN" in text:
+        return "drained"
+    return "its Ray was stopped from outside, as `ray stop` does" if _SIGTERM.search(text) else ""
 
 
 def main() -> None:
