@@ -80,7 +80,7 @@ class Client:
     base: int = 0  # of those, the ones that the current attempt was given
     attempt: int = 0
     sends: int = 0
-    worker: str = ""  # of the last attempt
+    workers: set[str] = field(default_factory=set)  # it was sent to
     answers: list[e.AnswerRequest | e.RefuseRequest] = field(default_factory=list)
     passed_on: bool = False  # others aborted it
     murky: bool = False  # an engine whose weights changed unseen worked on it
@@ -205,7 +205,8 @@ class RolloutWorld:
         if not client.spec.spans and send.resumed:
             assert set(client.tokens[: send.resumed]) == {self.version}, "would span versions"
         self._check_session(client, send.worker)
-        client.attempt, client.sends, client.worker = send.attempt, client.sends + 1, send.worker
+        client.attempt, client.sends = send.attempt, client.sends + 1
+        client.workers.add(send.worker)
         client.tokens = client.tokens[: send.resumed]
         client.base = send.resumed
         running = Running(send.request, send.attempt, send.max_tokens, max(1, self._length(client.spec) - send.resumed))
@@ -219,7 +220,7 @@ class RolloutWorld:
     def _check_session(self, client: Client, worker: str) -> None:
         session = client.spec.session
         home = next((one for one in self.machine.workers() if one.worker == self.sessions.get(session)), None)
-        if session and home is not None and home.worker != client.worker:  # it may have failed there
+        if session and home is not None and home.worker not in client.workers:  # it may have failed there
             takes = home.state is S.active and not home.paused and home.running + home.outside < home.spec.limit
             assert worker == home.worker or not takes, f"session {session} is on {home.worker}, and goes to {worker}"
             self.counted["sessions kept"] += worker == home.worker
