@@ -235,13 +235,21 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> N
     family = descendants(served.process.pid)
     assert family, "its own engine is a process of it"
     long = {"input_ids": [40, 41], "sampling_params": {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True}}
-    with subprocess.Popen(
-        [sys.executable, "-c", _ASK, f"{served.url}/generate", json.dumps(long)], stdout=subprocess.PIPE
-    ) as client:
-        until(lambda: served.ask("/status")["load"]["running"] >= 1)
-        served.process.send_signal(signal.SIGINT)
-        assert client.stdout is not None
-        assert json.loads(client.stdout.read())["meta_info"]["completion_tokens"] == 600
+
+    def begun() -> subprocess.Popen[bytes] | None:
+        """A client whose request runs; None if it was answered before that was seen."""
+        client = subprocess.Popen(
+            [sys.executable, "-c", _ASK, f"{served.url}/generate", json.dumps(long)], stdout=subprocess.PIPE
+        )
+        until(lambda: served.ask("/status")["load"]["running"] >= 1 or client.poll() is not None)
+        if client.poll() is not None:
+            client.communicate()
+            return None
+        return client
+
+    client = until(begun)
+    served.process.send_signal(signal.SIGINT)
+    assert json.loads(client.communicate()[0])["meta_info"]["completion_tokens"] == 600
     assert served.process.wait(WAIT_S) == 0
     assert "stopped" in served.said
     until(lambda: not any(one.alive for one in family))
@@ -252,7 +260,7 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing_behind(served: Served) -> N
 _ASK = """
 import sys, urllib.request
 request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
-print(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).read().decode())
+print(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=600).read().decode())
 """
 
 
