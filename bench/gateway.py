@@ -4,18 +4,18 @@ The engine answers at once (`bench/instant_engine.py`), so all that is measured 
 process of its own; the client is the same for all: connections that are kept, a request on each as soon as the one
 before it is answered, time from the first byte sent to the last byte of the stream. It acknowledges every packet at
 once: a client that does not sees 40 ms more of sglang-router 0.3.2 at one stream, which waits for it between packets.
-Rounds of the ways alternate, so that whatever else the machine does falls on all of them. CPU is that of the process in
-between alone, all its threads.
+Rounds of the ways alternate, so that whatever else the machine does falls on all of them. CPU and memory (proportional
+set size) are those of all processes in between, their children with them. The bare proxy (`bench/bare_proxy.py`) reads
+every event and decides nothing: the floor of Python here.
 The pool in process has no HTTP in front: its time is that of `pool.generate`, its CPU that of the whole process, and it
 is compared with a direct call by a bare client, which only reads and looks for the end.
 
-sglang-router is taken from `--router PATH` (its executable, `pip install sglang-router`), from the environment
-(TRIMTAB_BENCH_ROUTER), or from the search path; without it, its rows are left out, and that is said.
+sglang-router is taken from the environment (TRIMTAB_BENCH_ROUTER, its executable) or from the search path; `--router`
+installs it in an environment of its own, `.venv-router`. Without it, its rows are left out, and that is said.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -30,28 +30,49 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import uvloop
 
 from trimtab.rollout import RolloutPool, SamplingParams
 
-ROUNDS = 3
-REQUESTS = {1: 200, 32: 1_000, 256: 1_500}  # in each round
+ROUNDS = 5
 TOKENS = 16
-PROMPT = list(range(10, 18))
-ROUTER, INSIDE = "sglang-router", "RolloutPool in process"
-GOAL_MS, GOAL_INSIDE_MS = 3.0, 0.5
+ROUTER, INSIDE, FLOOR, ONE = "sglang-router", "RolloutPool in process", "bare proxy", "gateway"
 START_S, ROUND_S = 60.0, 120.0
 SAID = re.compile(r"at (http://[\d.]+:\d+)")
+LENGTH = re.compile(rb"content-length: *(\d+)\r\n(?:[^\r]+\r\n)*\r\n", re.IGNORECASE)
 TICKS = os.sysconf("SC_CLK_TCK")
+ENVIRONMENT = Path(".venv-router")
 
 
-def generate(tokens: int) -> tuple[str, dict[str, object]]:
-    """As SGLang is asked."""
-    return "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": tokens}, "stream": True}
+@dataclass(frozen=True)
+class Load:
+    """What is asked, and how much of it at once."""
+
+    title: str
+    streams: int
+    requests: int  # in each round
+    tokens: int = TOKENS
+    prompt: int = 8
+    streamed: bool = True
+    path: str = "/generate"
+
+    @property
+    def body(self) -> dict[str, object]:
+        ids = [10 + at % 50 for at in range(self.prompt)]
+        if self.path != "/generate":
+            return {"model": "instant", "prompt": ids, "max_tokens": self.tokens, "stream": True}
+        logprobs = {} if self.streamed else {"return_logprob": True}
+        sampling = {"max_new_tokens": self.tokens}
+        return {"input_ids": ids, "sampling_params": sampling, "stream": self.streamed, **logprobs}
 
 
-def completions(tokens: int) -> tuple[str, dict[str, object]]:
-    """As OpenAI is asked."""
-    return "/v1/completions", {"model": "instant", "prompt": PROMPT, "max_tokens": tokens, "stream": True}
+SHORT = [Load(f"/generate, {streams} stream{'s'[: streams > 1]} of {TOKENS} tokens", streams, requests)
+         for streams, requests in ((1, 200), (32, 1_000), (256, 1_000))]  # fmt: skip
+LONG = Load("/generate, 2,000 tokens in, 1,000 out with log-probs, 256 at once", 256, 500, 1_000, 2_000, False)
+OPENAI = Load(f"/v1/completions, 32 streams of {TOKENS} tokens", 32, 1_000, path="/v1/completions")
 
 
 # ---- the client ------------------------------------------------------------------------------------------------------
@@ -63,21 +84,23 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self.got: list[bytes] = []
+        self.left = 0  # bytes of an answer whose length is said
         self.whole: asyncio.Future[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It stands."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Some of the answer: it is whole when its last chunk is there."""
+        """Some of the answer: it is whole when its last chunk or byte is there."""
         assert self.transport is not None
         self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        if not self.got and (length := LENGTH.search(data)):
+            self.left = int(length[1]) + length.end()
         self.got.append(data)
+        self.left -= len(data)
         tail = data if len(data) >= 7 else b"".join(self.got[-4:])
-        over = tail.endswith(b"\r\n0\r\n\r\n") or not self.got[0].startswith(b"HTTP/1.1 200")
-        if over and self.whole is not None and not self.whole.done():
+        if (self.left == 0 or tail.endswith(b"\r\n0\r\n\r\n")) and self.whole is not None and not self.whole.done():
             self.whole.set_result(b"".join(self.got))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -88,7 +111,7 @@ class Connection(asyncio.Protocol):
     async def ask(self, request: bytes) -> bytes:
         """A whole answer."""
         assert self.transport is not None
-        self.got, self.whole = [], asyncio.get_running_loop().create_future()
+        self.got, self.left, self.whole = [], 0, asyncio.get_running_loop().create_future()
         self.transport.write(request)
         return await self.whole
 
@@ -96,12 +119,12 @@ class Connection(asyncio.Protocol):
 class Client:
     """Asks one address, on so many connections."""
 
-    def __init__(self, url: str, what: tuple[str, dict[str, object]]) -> None:
+    def __init__(self, url: str, load: Load) -> None:
         host, _, port = url.removeprefix("http://").rpartition(":")
         self.host, self.port = host, int(port)
-        path, body = what
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+        data = json.dumps(load.body).encode()
+        self.end = b"[DONE]" if load.streamed else b"}"
+        head = f"POST {load.path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
         self.request = f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
         self.open: list[Connection] = []
 
@@ -114,7 +137,7 @@ class Client:
 
         async def ask(at: int) -> None:
             answer = await self.open[at].ask(self.request)
-            if not answer.startswith(b"HTTP/1.1 200") or b"[DONE]" not in answer[-64:]:
+            if not answer.startswith(b"HTTP/1.1 200") or self.end not in answer[-64:]:
                 raise RuntimeError(f"no whole answer: {answer[:400]!r}")
 
         return await closed_loop(ask, streams, requests)
@@ -158,6 +181,7 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     cpu_s: float = 0.0
+    memory_mb: float = 0.0
 
     async def measure(self, streams: int, requests: int) -> None:
         """A round."""
@@ -165,53 +189,79 @@ class Way:
         self.seconds += await self.ask(streams, requests)
         self.wall_s += time.perf_counter() - begin
         self.cpu_s += cpu_s(self.pid) - cpu
+        self.memory_mb = memory_mb(self.pid)
 
     def share_ms(self, share: float) -> float:
         """So many of them were at most this long."""
         return sorted(self.seconds)[int(share * (len(self.seconds) - 1))] * 1_000
 
+    @property
+    def rate(self) -> float:
+        return len(self.seconds) / self.wall_s
+
+    @property
+    def cpu_of_1000(self) -> float:
+        return 1_000 * self.cpu_s / len(self.seconds)
+
+
+def tree(pid: int | None) -> list[int]:
+    """A process and all that it has started."""
+    if pid is None:
+        return []
+    children = [
+        int(word) for at in Path(f"/proc/{pid}/task").iterdir() for word in (at / "children").read_text().split()
+    ]
+    return [pid, *(each for child in children for each in tree(child))]
+
 
 def cpu_s(pid: int | None) -> float:
-    """What a process has used, all its threads together."""
-    if pid is None:
-        return 0.0
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    """What a process and its children have used, all their threads together."""
+    used = 0
+    for each in tree(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        used += int(fields[11]) + int(fields[12])
+    return used / TICKS
+
+
+def memory_mb(pid: int | None) -> float:
+    rollups = (Path(f"/proc/{each}/smaps_rollup").read_text() for each in tree(pid))
+    return sum(int(line.split()[1]) for text in rollups for line in text.splitlines() if line.startswith("Pss:")) / 1024
 
 
 async def measured(
-    addresses: dict[str, Address],
-    streams: int,
-    what: tuple[str, dict[str, object]],
-    in_process: Callable[[int, int], Awaitable[list[float]]] | None,
+    addresses: dict[str, Address], load: Load, in_process: Callable[[int, int], Awaitable[list[float]]] | None
 ) -> list[Way]:
-    """All ways at one number of streams: rounds in turn, after one that does not count."""
-    clients = {name: Client(url, what) for name, (_, url) in addresses.items()}
+    """All ways under one load: rounds in turn, after one that does not count."""
+    clients = {name: Client(url, load) for name, (_, url) in addresses.items()}
     ways = [Way(name, clients[name].round, pid) for name, (pid, _) in addresses.items()]
     if in_process is not None:
         ways.append(Way(INSIDE, in_process, os.getpid()))
     for way in ways:
-        await way.ask(streams, max(2 * streams, 20))
+        await way.ask(load.streams, max(2 * load.streams, 20))
     for _ in range(ROUNDS):
         for way in ways:
-            await way.measure(streams, REQUESTS[streams])
+            await way.measure(load.streams, load.requests)
     for client in clients.values():
         client.close()
     return ways
 
 
 def table(ways: list[Way], title: str) -> None:
-    """A row for each way; the first is what the others are compared with."""
-    titles = f"{'p50 ms':>9}{'p99 ms':>9}{'added p50':>11}{'added p99':>11}{'requests/s':>12}{'CPU s/1,000':>13}"
-    print(f"{title:36}{titles}")
+    """A row for each way; the first is what the others are compared with, and so is the router."""
+    router = next((way for way in ways if way.name == ROUTER), None)
+    titles = f"{'added p50':>11}{'added p99':>11}{'requests/s':>12}{'CPU s/1,000':>13}{'MB':>6}"
+    print(f"{title:66}" + ("" if router is None else "of the router's: requests/s, CPU"))
+    print(f"  {'':24}{'p50 ms':>9}{'p99 ms':>9}{titles}")
     least = [ways[0].share_ms(share) for share in (0.5, 0.99)]
     for way in ways:
         took = [way.share_ms(share) for share in (0.5, 0.99)]
         more = [f"{one - base:.2f}" for one, base in zip(took, least, strict=True)] if way is not ways[0] else ["", ""]
-        cpu = "" if way.pid is None else f"{1_000 * way.cpu_s / len(way.seconds):.2f}"
-        rate = len(way.seconds) / way.wall_s
-        print(f"  {way.name:34}{took[0]:>9.2f}{took[1]:>9.2f}{more[0]:>11}{more[1]:>11}{rate:>12,.0f}{cpu:>13}")
+        cpu, memory = ("", "") if way.pid is None else (f"{way.cpu_of_1000:.2f}", f"{way.memory_mb:,.0f}")
+        against = ""
+        if router is not None and way not in (router, ways[0]):
+            against = f"  {way.rate / router.rate:.0%}, {way.cpu_of_1000 / router.cpu_of_1000:.1f}x"
+        figures = f"{took[0]:>9.2f}{took[1]:>9.2f}{more[0]:>11}{more[1]:>11}{way.rate:>12,.0f}{cpu:>13}{memory:>6}"
+        print(f"  {way.name:24}{figures}{against}", flush=True)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -252,17 +302,8 @@ def router_at(path: str, engine: str) -> Iterator[tuple[int, str]]:
     """sglang-router before the engine."""
     port = free_port()
     line = (
-        path,
-        "launch",
-        "--worker-urls",
-        engine,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--policy",
-        "round_robin",
-    )
+        path, "launch", "--worker-urls", engine, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin",
+    )  # fmt: skip
     quiet = ("--log-level", "error", "--prometheus-port", str(free_port()), "--max-concurrent-requests", "4096")
     with process(*line, *quiet, url=f"http://127.0.0.1:{port}") as (pid, url):
         yield pid, url
@@ -272,7 +313,7 @@ async def until_it_answers(url: str) -> None:
     """Whoever is asked before it is up says no."""
     deadline = time.monotonic() + START_S
     while True:
-        client = Client(url, generate(1))
+        client = Client(url, SHORT[0])
         try:
             await client.round(1, 1)
             return
@@ -291,7 +332,8 @@ async def serve(engine: str) -> None:
 
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    async with pooled(engine) as pool, Gateway(pool, GatewaySettings(secrets.token_hex(16))) as gateway:
+    settings = GatewaySettings(secrets.token_hex(16))
+    async with pooled(engine) as pool, Gateway(pool, settings) as gateway:
         print(f"at {gateway.url}", flush=True)
         await ended.wait()
 
@@ -304,13 +346,13 @@ async def pooled(engine: str) -> AsyncIterator[RolloutPool]:
         yield pool
 
 
-def inside(pool: RolloutPool, tokens: int) -> Callable[[int, int], Awaitable[list[float]]]:
+def inside(pool: RolloutPool, load: Load) -> Callable[[int, int], Awaitable[list[float]]]:
     """Requests to the pool of this process."""
-    params = SamplingParams(max_tokens=tokens)
+    params, prompt = SamplingParams(max_tokens=load.tokens), list(range(10, 10 + load.prompt))
 
     async def ask(at: int) -> None:
-        answer = await pool.generate([PROMPT], params)
-        if len(answer[0].samples[0].token_ids) != tokens:
+        answer = await pool.generate([prompt], params)
+        if len(answer[0].samples[0].token_ids) != load.tokens:
             raise RuntimeError(f"no whole answer: {answer}")
 
     return lambda streams, requests: closed_loop(ask, streams, requests)
@@ -319,59 +361,55 @@ def inside(pool: RolloutPool, tokens: int) -> Callable[[int, int], Awaitable[lis
 # ---- all of it -------------------------------------------------------------------------------------------------------
 
 
-async def compare(addresses: dict[str, Address], pool: RolloutPool) -> None:
+async def compare(addresses: dict[str, Address]) -> None:
     """The tables."""
     for _, url in addresses.values():
         await until_it_answers(url)
-    added: dict[str, list[float]] = {"gateway": [], INSIDE: []}
-    for streams, tokens in ((1, 1), (1, TOKENS), (32, TOKENS), (256, TOKENS)):
-        ways = await measured(addresses, streams, generate(tokens), inside(pool, tokens))
-        table(ways, f"/generate, {streams} stream{'s'[: streams > 1]}, {tokens} token{'s'[: tokens > 1]}")
-        for way in ways if streams == 1 else ():
-            if way.name in added:
-                added[way.name].append(way.share_ms(0.5) - ways[0].share_ms(0.5))
-    ids = {name: one for name, one in addresses.items() if name != ROUTER}
-    table(await measured(ids, 32, completions(TOKENS), None), f"/v1/completions, 32 streams, {TOKENS} tokens")
-    if ROUTER in addresses:
-        print(f"  ({ROUTER} takes no token ids there)")
-    for name, goal in (("gateway", GOAL_MS), (INSIDE, GOAL_INSIDE_MS)):
-        one, many = added[name]
-        verdict = " and ".join("met" if value < goal else "MISSED" for value in (one, many))
-        said = f"{one:.2f} ms (1 token), {many:.2f} ms ({TOKENS} tokens)"
-        print(f"{name}: added p50 at 1 stream {said}; goal under {goal:g}: {verdict}")
-
-
-async def run(addresses: dict[str, Address]) -> None:
-    """With a pool in this process."""
     async with pooled(addresses["direct"][1]) as pool:
-        await compare(addresses, pool)
+        for load in SHORT:
+            table(await measured(addresses, load, inside(pool, load)), load.title)
+    table(await measured(addresses, LONG, None), LONG.title)
+    # The router takes no token ids there, and the bare proxy knows one path.
+    some = {name: one for name, one in addresses.items() if name not in (ROUTER, FLOOR)}
+    table(await measured(some, OPENAI, None), OPENAI.title)
 
 
-def main(router: str | None = None) -> None:
-    router = router or os.environ.get("TRIMTAB_BENCH_ROUTER") or shutil.which("sglang-router")
+def router_path(install: bool) -> str | None:
+    """The executable of sglang-router, if it is here or is to be installed."""
+    found = os.environ.get("TRIMTAB_BENCH_ROUTER") or shutil.which(ROUTER)
+    here = ENVIRONMENT / "bin" / ROUTER
+    if found is None and install and not here.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+        subprocess.run([str(ENVIRONMENT / "bin" / "pip"), "install", "--quiet", ROUTER], check=True)
+    return found or (str(here) if here.exists() else None)
+
+
+def main() -> None:
+    router = router_path("--router" in sys.argv)
     with contextlib.ExitStack() as stack:
         _, engine = stack.enter_context(process(sys.executable, "-m", "bench.instant_engine"))
         addresses: dict[str, Address] = {"direct": (None, engine)}
+        addresses[FLOOR] = stack.enter_context(process(sys.executable, "-m", "bench.bare_proxy", engine))
         line = (sys.executable, "-m", "bench.gateway", "--serve", engine)
-        addresses["gateway"] = stack.enter_context(process(*line))
+        addresses[ONE] = stack.enter_context(process(*line))
         if router:
+            said = subprocess.run([router, "--version"], capture_output=True, text=True, check=False).stdout
+            print(f"{ROUTER}: {said.split()[-1] if said else 'of unknown version'}")
             addresses[ROUTER] = stack.enter_context(router_at(router, engine))
         else:
-            print(f"{ROUTER} is not here, so it is left out: pip install {ROUTER}, or --router PATH")
-        counts = ", ".join(f"{ROUNDS * count:,} at {streams}" for streams, count in REQUESTS.items())
-        print(f"streams of tokens, an event each, from an engine that answers at once; requests by streams: {counts}")
+            print(f"{ROUTER} is not here, so it is left out; --router installs it")
+        counts = ", ".join(f"{ROUNDS * load.requests:,} at {load.streams}" for load in (*SHORT, LONG))
+        print(f"an engine that answers at once; a stream has an event for each token; requests: {counts}")
         busy = os.getloadavg()[0] / (os.cpu_count() or 1)
         if busy > 1:  # the client, the engine and what is between them need a core each to be measured
             print(f"others keep this machine busy ({busy:.1f} processes for each core): times are upper bounds")
-        asyncio.run(run(addresses))
+        uvloop.run(compare(addresses))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--router", help="the executable of sglang-router")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        asyncio.run(serve(given.serve))
+    if sys.argv[1:2] == ["--serve"]:
+        from trimtab.runtime.gateway.server import run_alone
+
+        run_alone(serve(sys.argv[2]))
     else:
-        main(given.router)
+        main()

@@ -14,9 +14,14 @@ import json
 import re
 import signal
 import time
+from typing import cast
+
+import uvloop
 
 TOKENS = re.compile(rb'"(?:max_new_tokens|max_tokens)": ?(\d+)')
+INTERVAL = re.compile(rb'"stream_interval": ?(\d+)')
 STREAMS = re.compile(rb'"stream": ?true')
+LOGPROBS = re.compile(rb'"return_logprob": ?true')
 VERSION = "0"
 INFO = {
     "/server_info": {"version": "0.5.23"},
@@ -39,16 +44,18 @@ def streamed(events: list[bytes]) -> bytes:
     return head + b"".join(b"%x\r\n%s\r\n" % (len(one), one) for one in lines) + b"0\r\n\r\n"
 
 
-def event(count: int, whole: int) -> dict[str, object]:
+def event(count: int, whole: int, logprobs: bool = False) -> dict[str, object]:
     """What SGLang says when so many tokens of the whole are there."""
     ids = [100 + at % 50 for at in range(count)]
-    meta = {
+    meta: dict[str, object] = {
         "id": "instant",
         "prompt_tokens": 8,
         "completion_tokens": count,
         "finish_reason": {"type": "length", "length": whole} if count == whole else None,
         "weight_version": VERSION,
     }
+    if logprobs:
+        meta |= {"output_token_logprobs": [[-0.123456789 - at % 7, token, None] for at, token in enumerate(ids)]}
     return {"text": " a" * count, "output_ids": ids, "meta_info": meta}
 
 
@@ -59,15 +66,16 @@ def completion(text: str, last: bool) -> dict[str, object]:
 
 
 @functools.cache
-def generated(count: int, streams: bool) -> bytes:
+def generated(count: int, streams: bool, logprobs: bool, interval: int) -> bytes:
     """The answer of /generate."""
     if not streams:
-        return answer(json.dumps(event(count, count)).encode())
-    return streamed([json.dumps(event(at, count)).encode() for at in range(1, count + 1)])
+        return answer(json.dumps(event(count, count, logprobs)).encode())
+    ends = [*range(interval, count, interval), count]
+    return streamed([json.dumps(event(at, count, logprobs)).encode() for at in ends])
 
 
 @functools.cache
-def completed(count: int, streams: bool) -> bytes:
+def completed(count: int, streams: bool, *_: object) -> bytes:
     """The answer of /v1/completions."""
     if not streams:
         usage = {"prompt_tokens": 8, "completion_tokens": count, "total_tokens": 8 + count}
@@ -83,14 +91,13 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self.transport = None
 
     def data_received(self, data: bytes) -> None:
-        self.buffer += data
+        self.buffer = self.buffer + data if self.buffer else data
         while self.transport is not None:
             end = self.buffer.find(b"\r\n\r\n")
             if end < 0:
@@ -115,7 +122,9 @@ class Engine(Connection):
         if path in ("/generate", "/v1/completions"):
             found = TOKENS.search(body)
             make = generated if path == "/generate" else completed
-            return make(int(found[1]) if found else 16, STREAMS.search(body) is not None)
+            streams, logprobs = STREAMS.search(body) is not None, LOGPROBS.search(body) is not None
+            every = INTERVAL.search(body)
+            return make(int(found[1]) if found else 16, streams, logprobs, int(every[1]) if every else 1)
         if path == "/v1/loads":
             load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0, "timestamp": time.time()}
             return answer(json.dumps({"loads": [load]}).encode())
@@ -137,4 +146,4 @@ async def serve(protocol: type[Connection]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Engine))
+    uvloop.run(serve(Engine))

@@ -410,7 +410,7 @@ def test_an_abort_of_all_at_the_engine_ends_512_requests_that_it_runs_at_once() 
     async def act(scene: Front) -> None:
         await scene.post("/workers", {"url": stub.url}, headers=BEARER)
         asked = [asyncio.create_task(scene.generate(4_000)) for _ in range(512)]
-        await until_async(lambda: scene.running() == 512, 40)
+        await until_async(lambda: len(stub.running) == 512, 40)
         async with aiohttp.ClientSession() as trainer:
             await trainer.post(stub.url + "/abort_request", json={"abort_all": True})
         ends = {(one.status, one.json["meta_info"]["finish_reason"]["type"]) for one in await asyncio.gather(*asked)}

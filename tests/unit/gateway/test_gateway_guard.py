@@ -511,22 +511,6 @@ def test_too_many_at_once_are_told_to_come_back() -> None:
     play_stubs([stub], act, max_concurrent=2, model_name="tiny")
 
 
-def test_the_guard_reads_a_body_in_parts() -> None:
-    async def whole() -> None:
-        parts = [b'{"a":', b" 1}"]
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-
-        guard = GatewayGuard(GatewaySettings(TOKEN, max_body_bytes=64))
-        assert json.loads(await guard.body({}, receive)) == {"a": 1}
-        parts[:] = [b" " * 60, b" " * 60]
-        with pytest.raises(Refusal, match="64 bytes"):
-            await guard.body({}, receive)
-
-    asyncio.run(whole())
-
-
 # ---- any body at all -------------------------------------------------------------------------------------------------
 
 VALUES = st.recursive(

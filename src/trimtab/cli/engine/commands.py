@@ -67,8 +67,6 @@ def serve(
         trimtab engine serve job.yaml
         trimtab engine serve job.yaml --port 9000
     """
-    import asyncio
-
     from trimtab.formats.rollout import job_section as rollout_file
     from trimtab.model.rollout import resume_bounds
 
@@ -81,7 +79,7 @@ def serve(
     for sentence in settings.remarks():
         err.print(sentence, markup=False)
     served = _import_serve()
-    status = asyncio.run(served.serve(settings, host=host, port=port, token_file=token_file))
+    status = served.run_alone(served.serve(settings, host=host, port=port, token_file=token_file))
     if status:
         raise typer.Exit(status)
 

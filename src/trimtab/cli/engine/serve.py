@@ -31,6 +31,7 @@ from trimtab.render.output import err, out
 from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.engines.http_engine import addresses
 from trimtab.runtime.gateway.server import Gateway
+from trimtab.runtime.gateway.server import run_alone as run_alone
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.http import tokens
 from trimtab.runtime.rollout.launch.launcher import EngineCommand

@@ -346,7 +346,11 @@ class Engine(Protocol):
 
 
 class DeltaReader(Protocol):
-    """Converts the events of a stream to deltas; raises `MalformedOutput` for impossible ones."""
+    """Converts the events of a stream to deltas; raises `MalformedOutput` for impossible ones.
+
+    A reader may have a method `covers(first, last)`: whether the last of several events repeats all from the first on,
+    which then need no reading.
+    """
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         """Deltas of one event."""
@@ -415,14 +419,16 @@ class OpenStream:
         # two seconds after its stream has ended, even if it is in use again by then, and releases before 0.5.5 abort
         # every id that begins like the given one: hence the end mark.
         self.key = f"{request.id}.{attempt}."
+        self.reader: DeltaReader | None = None
         self.events: EventStream | None = None
         self.aborting = False
         self.ended = False  # by itself, successfully or not
         self._stream_pieces: list[StreamDelta] = []
 
-    def add(self, piece: StreamDelta) -> None:
+    def add(self, piece: StreamDelta) -> StreamDelta:
         self._stream_pieces.append(piece)
         self.ended = piece.finish is not None
+        return piece
 
     def so_far(self) -> PartialOutput:
         return PartialOutput.of(self._stream_pieces)

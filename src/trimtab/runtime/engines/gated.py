@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -147,10 +146,27 @@ class GatedEngine:
         try:
             await self._ensure_reachable()
             self._require_open()
-            async with aclosing(self._stream_pieces(stream)) as pieces:
-                async for piece in pieces:
-                    stream.add(piece)
-                    yield piece
+            reader = stream.reader = ForwardReader() if isinstance(request, ForwardRequest) else self._reader(request)
+            events = stream.events = self._events(stream)
+            if stream.aborting:
+                yield stream.add(StreamDelta(finish=FinishReason.aborted))
+                return
+            try:
+                async for event in events:
+                    for reply in await self._read(reader, event):
+                        piece = self._mark_own_abort(stream, reply)
+                        if piece.finish is FinishReason.aborted_elsewhere and (why := await self._shutdown_reason()):
+                            yield stream.add(replace(piece, finish=None))
+                            raise EngineGoneError(f"it ended, and the answer with it: {why}", engine=self.name)
+                        yield stream.add(piece)
+                        if piece.finish is not None:
+                            await events.rest()
+                            return
+                raise EngineGoneError("it ended the stream without finishing the answer", engine=self.name)
+            except (EngineError, OSError) as error:
+                if not stream.aborting:
+                    raise await self._with_partial(error, stream.so_far()) from None
+                yield stream.add(StreamDelta(finish=FinishReason.aborted))
         except TrimtabError:
             stream.ended = True
             raise
@@ -160,31 +176,6 @@ class GatedEngine:
                 stream.events.close()
             if not stream.ended:
                 self._abandoned(stream.key)
-
-    async def _stream_pieces(self, stream: OpenStream) -> AsyncGenerator[StreamDelta, None]:
-        request = stream.request
-        reader = ForwardReader() if isinstance(request, ForwardRequest) else self._reader(request)
-        stream.events = self._events(stream)
-        if stream.aborting:
-            yield StreamDelta(finish=FinishReason.aborted)
-            return
-        try:
-            async for event in stream.events:
-                for reply in await self._read(reader, event):
-                    piece = self._mark_own_abort(stream, reply)
-                    if piece.finish is FinishReason.aborted_elsewhere and (why := await self._shutdown_reason()):
-                        yield replace(piece, finish=None)
-                        raise EngineGoneError(f"it ended, and the answer with it: {why}", engine=self.name)
-                    yield piece
-                    if piece.finish is not None:
-                        await stream.events.rest()
-                        return
-            raise EngineGoneError("it ended the stream without finishing the answer", engine=self.name)
-        except (EngineError, OSError) as error:
-            if stream.aborting:
-                yield StreamDelta(finish=FinishReason.aborted)
-                return
-            raise await self._with_partial(error, stream.so_far()) from None
 
     async def _read(self, reader: DeltaReader, event: dict[str, Any]) -> list[StreamDelta]:
         try:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.runtime.engines.engine import (
@@ -38,11 +36,7 @@ from trimtab.runtime.engines.engine import (
     StreamDelta,
 )
 from trimtab.runtime.engines.gated import GatedEngine
-
-MAX_EVENT_BYTES = 64 * 2**20
-"""Per event or answer. A vocabulary with its bytes is about 20 MB."""
-
-_REST_S = 0.5
+from trimtab.runtime.engines.http_stream import MAX_EVENT_BYTES, EngineConnections, HttpEventStream, brief, parsed
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -95,6 +89,7 @@ class EngineHttpClient:
         self.name, self.url, self.session, self.deadlines = name, url.rstrip("/"), session, deadlines
         # If a server closes idle connections unannounced, the next request looks as if the server were gone.
         self.headers = {} if keep_alive else {"Connection": "close"}
+        self.connections = EngineConnections(name, self.url, deadlines, self.raise_for_answer, keep_alive=keep_alive)
 
     async def get(self, path: str, *, within_s: float | None = None, **query: Any) -> Any:
         """Returns JSON, or text if it is no JSON."""
@@ -141,7 +136,7 @@ class EngineHttpClient:
             raise EngineGoneError(f"{method} {path}: {_message(error)}", engine=self.name) from None
         if len(raw) > MAX_EVENT_BYTES:
             raise EngineMalformedError(f"{method} {path} answered without end", engine=self.name)
-        answer = _parsed(raw)
+        answer = parsed(raw)
         self.raise_for_answer(f"{method} {path}", status, answer, location)
         return answer
 
@@ -164,220 +159,9 @@ class EngineHttpClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailedError(f"{call} said 200, but success: false: {brief(answer)}", engine=self.name)
 
-    def events(
-        self, path: str, body: Any, *, whole: bool = False, alive_at: Callable[[], float | None] | None = None
-    ) -> HttpEventStream:
-        return HttpEventStream(self, path, body, whole, alive_at)
-
 
 class NoSuchPathError(EngineFailedError):
     """The path does not exist: another kind or release of server, or no development mode."""
-
-
-class HttpEventStream:
-    """An open stream; iterates over the JSON of its events until `[DONE]` or the end of the connection.
-
-    A timer per stream closes the connection on silence; reading then fails with `EngineWedgedError`. The reader decides
-    whether the end came with a final event. `whole`: the answer is one JSON body, which counts as its only event.
-    `alive_at`: when the engine was last seen to generate; silence counts from then.
-    """
-
-    def __init__(
-        self,
-        wire: EngineHttpClient,
-        path: str,
-        body: Any,
-        whole: bool = False,
-        alive_at: Callable[[], float | None] | None = None,
-    ) -> None:
-        self._wire, self._path, self._body = wire, path, body
-        self._whole, self._alive_at = whole, alive_at
-        self._response: aiohttp.ClientResponse | None = None
-        self._opening: asyncio.Future[aiohttp.ClientResponse] | None = None  # until the response head
-        self._timer: asyncio.TimerHandle | None = None
-        self._first = True
-        # Start of the current wait for bytes; None while the reader is processing, which is no silence.
-        self._waiting_since: float | None = None
-        self._allowed_s = wire.deadlines.first_bytes_s
-        self._silent = False
-        self.closed_on_purpose = False
-
-    def close(self, *, on_purpose: bool = False) -> None:
-        """Closes the connection, which engines take as an abort; harmless after the end."""
-        self.closed_on_purpose |= on_purpose
-        if self._timer:
-            self._timer.cancel()
-        if self._opening is not None:
-            self._opening.cancel()
-        if self._response is not None:
-            self._response.close()
-
-    def close_within(self, seconds: float) -> None:
-        """Closes the connection on purpose unless the stream has ended by then."""
-        if self._timer:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
-        self._allowed_s = -1.0  # the new timer replaces the silence timeout
-
-    async def rest(self) -> None:
-        """Reads what follows the last delta, if it comes soon, so that the connection can be reused."""
-        if self._wire.headers or self._response is None or self._whole:
-            return
-        self.close_within(_REST_S)
-        with suppress(aiohttp.ClientError, OSError):
-            while await self._response.content.readany():
-                pass
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        response = await self._open()
-        held = b""
-        try:
-            if self._whole:
-                yield self._checked(await self._body_of(response))
-                return
-            while True:
-                self._waiting_since = asyncio.get_running_loop().time()
-                chunk = await response.content.readany()
-                if not chunk:
-                    return
-                self._on_bytes()
-                *lines, held = (held + chunk).split(b"\n")
-                if len(held) > MAX_EVENT_BYTES:
-                    raise EngineMalformedError("an event without end", engine=self._wire.name)
-                for line in lines:
-                    event = self._event(line)
-                    if event is _DONE:
-                        return
-                    if event is not None:
-                        yield event
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._broken(error) from None
-
-    async def _body_of(self, response: aiohttp.ClientResponse) -> bytes:
-        chunks, size = [], 0
-        self._waiting_since = asyncio.get_running_loop().time()
-        while chunk := await response.content.readany():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > MAX_EVENT_BYTES:
-                raise EngineMalformedError("an answer without end", engine=self._wire.name)
-        if self._timer:
-            self._timer.cancel()
-        return b"".join(chunks)
-
-    async def _open(self) -> aiohttp.ClientResponse:
-        deadlines = self._wire.deadlines
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s)
-        wire = self._wire
-        sent = wire.session.post(
-            wire.url + self._path, data=msgspec.json.encode(self._body), timeout=timeout,
-            headers={"Content-Type": "application/json", **wire.headers}, allow_redirects=False,
-        )  # fmt: skip
-        self._opening = asyncio.ensure_future(_answered(sent))
-        self._waiting_since = asyncio.get_running_loop().time()
-        self._arm(deadlines.first_bytes_s)
-        try:
-            self._response = await self._opening
-        except asyncio.CancelledError as error:
-            if self._silent or self.closed_on_purpose:  # cancelled here; otherwise the caller was cancelled
-                raise self._broken(error) from None
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._broken(error) from None
-        finally:
-            self._opening = None
-        if self._response.status != 200:
-            raw = b""
-            with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
-                raw = await asyncio.wait_for(self._response.content.read(2**16), deadlines.call_s)
-            location = self._response.headers.get("location", "")
-            self._wire.raise_for_answer(f"POST {self._path}", self._response.status, _parsed(raw), location)
-        return self._response
-
-    def _event(self, line: bytes) -> Any:
-        line = line.strip()
-        if not line.startswith(b"data:"):
-            if line.startswith((b":", b"event:", b"id:", b"retry:")) or not line:
-                return None
-            if line.startswith(b"error:"):  # llama.cpp's failures within a stream
-                raise self._failed(_parsed(line[6:]))
-            raise EngineMalformedError(f"not an event: {line[:80]!r}", engine=self._wire.name)
-        payload = line[5:].strip()
-        return _DONE if payload == b"[DONE]" else self._checked(payload)
-
-    def _checked(self, payload: bytes) -> Any:
-        event = _parsed(payload)
-        if not isinstance(event, dict):
-            raise EngineMalformedError(f"an event that is no object: {payload[:80]!r}", engine=self._wire.name)
-        if event.get("error"):
-            raise self._failed(event["error"])
-        return event
-
-    def _failed(self, error: Any) -> EngineFailedError | EngineRefusedError:
-        """An error within a stream, after status 200."""
-        code = error.get("code") if isinstance(error, dict) else None
-        if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429):
-            return EngineRefusedError(f"it was refused ({code}): {brief(error)}", where=f"engine {self._wire.name}")
-        return EngineFailedError(f"it failed within the stream: {brief(error)}", engine=self._wire.name)
-
-    def _on_bytes(self) -> None:
-        self._waiting_since = None
-        if self._first and self._allowed_s > 0:
-            self._first, self._allowed_s = False, self._wire.deadlines.silence_s
-            self._arm(self._allowed_s)
-
-    def _arm(self, seconds: float) -> None:
-        if self._timer:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._check_silence)
-
-    def _check_silence(self) -> None:
-        now = asyncio.get_running_loop().time()
-        since = now if self._waiting_since is None else self._waiting_since
-        if self._alive_at is not None:
-            since = max(since, self._alive_at() or since)
-        left_s = self._allowed_s - (now - since)
-        if left_s > 0.001:
-            self._arm(left_s)
-            return
-        self._silent = True
-        self.close()
-
-    def _broken(self, error: BaseException) -> EngineGoneError | EngineWedgedError:
-        if self._silent:
-            what = f"POST {self._path}: no bytes for {self._allowed_s:g} s"
-            return EngineWedgedError(what, engine=self._wire.name)
-        gone = EngineGoneError(f"POST {self._path}: {_message(error)}", engine=self._wire.name)
-        gone.reached = not isinstance(error, aiohttp.ClientConnectorError)
-        return gone
-
-
-_DONE = object()
-
-
-async def _answered(sent: Any) -> aiohttp.ClientResponse:
-    response: aiohttp.ClientResponse = await sent
-    return response
-
-
-def _parsed(raw: bytes) -> Any:
-    """JSON, or text if it is no JSON."""
-    try:
-        return msgspec.json.decode(raw)
-    except ValueError:
-        text = raw.decode(errors="replace")
-    try:
-        return json.loads(text)  # it also takes NaN and bytes that are no UTF-8
-    except ValueError:
-        return text
-
-
-def brief(answer: Any) -> str:
-    """An engine's failure message, in one short line."""
-    if isinstance(answer, dict):
-        inner = answer.get("error", answer)
-        answer = inner.get("message") or inner.get("error_message") or inner if isinstance(inner, dict) else inner
-    return " ".join(str(answer).split())[:200] or "nothing more"
 
 
 def _message(error: BaseException) -> str:
@@ -475,6 +259,10 @@ class HttpEngine(GatedEngine):
         self._private = False
         self._loading_adapter = asyncio.Lock()
 
+    async def close(self) -> None:
+        await super().close()
+        self.wire.connections.close()
+
     async def _ensure_reachable(self) -> None:
         if not self._private:
             await require_private(self.url)
@@ -538,7 +326,8 @@ class HttpEngine(GatedEngine):
             path, body = self._generate_call(request, stream.key)
         # Between two pieces there are no bytes: it is alive as long as it makes tokens.
         alive_at = None if request.piece == 1 else lambda: self.progress_at
-        return self.wire.events(path, body, whole=request.piece is None, alive_at=alive_at)
+        whole = request.piece is None
+        return HttpEventStream(self.wire.connections, path, body, whole, alive_at, stream.reader)
 
     def _forward_body(self, request: ForwardRequest) -> dict[str, Any]:
         """Body of a forwarded request: with the engine's own name of the model, and the adapter."""

@@ -121,13 +121,17 @@ class SglangEngine(HttpEngine):
             body |= {"return_logprob": True, "top_logprobs_num": request.logprobs}
         return "/generate", body
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+        asks = request.piece is not None and request.piece > 1
+        return self._with_interval(request) if asks and self.pieces.interval else super().generate(request)
+
+    async def _with_interval(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         try:
             async with aclosing(super().generate(request)) as pieces:
                 async for piece in pieces:
                     yield piece
         except (EngineRefusedError, EngineFailedError) as error:
-            if "stream_interval" not in error.what or not self.pieces.interval:
+            if "stream_interval" not in error.what:
                 raise
             # An older release: its own interval may be a single token, and every event repeats all of them.
             self.pieces = replace(self.pieces, interval=False)
@@ -408,6 +412,20 @@ class _SglangReader:
         self._leave = leave  # aborts a request at the engine
         # ignore_eos also disables stop ids at the server, so they are checked here.
         self._watched = frozenset(request.stop_ids if request.extra.get("ignore_eos") else ())
+
+    def covers(self, first: Any, last: Any) -> bool:
+        """Whether the last of several events has all tokens, made by the weights of the first."""
+        try:
+            since, meta = first["meta_info"], last["meta_info"]
+            parts = [last["output_ids"]]
+            if self._request.logprobs is not None:
+                parts.append(meta["output_token_logprobs"])
+            if self._request.logprobs:
+                parts.append(meta["output_top_logprobs"])
+            same = bool(meta.get("weight_versions")) or since.get("weight_version") == meta.get("weight_version")
+            return same and all(len(part) == meta["completion_tokens"] for part in parts)
+        except (KeyError, TypeError, AttributeError):
+            return False
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         meta = event["meta_info"]

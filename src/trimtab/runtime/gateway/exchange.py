@@ -1,42 +1,49 @@
-"""One HTTP request and its response, with disconnect detection, and refusals as data: status, message, field.
+"""One HTTP request and its response, and refusals as data: status, message, field.
 
-A disconnect is noticed whether the response streams or not, and the answering task is cancelled. The watch begins
-after a delay, so that fast responses do not pay for it. A client that stops reading counts as disconnected after a
-while. Each API formats refusals its own way.
+A client that disconnects has its answering task cancelled, whether the response streams or not. One that stops reading
+counts as disconnected after a while. Each API formats refusals its own way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.core.reasons import ReasonCode
 from trimtab.runtime.rollout.sampling import RefusedError, Sample
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = dict[bytes, bytes]
+if TYPE_CHECKING:
+    from trimtab.runtime.gateway.connection import HttpConnection
 
-WATCH_AFTER_S = 0.25
+Headers = dict[bytes, bytes]
+Handler = Callable[["HttpExchange"], Awaitable[None]]
+
+_PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
            (b"x-accel-buffering", b"no")]  # fmt: skip
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
-"""ASCII JSON, so that lone surrogates cannot break a response."""
+"""ASCII JSON: neither lone surrogates nor separators of lines can break a response."""
+
+
+def to_json_bytes(answer: Any) -> bytes:
+    """A whole body as JSON."""
+    try:
+        return msgspec.json.encode(answer)
+    except (TypeError, ValueError, OverflowError):  # lone surrogates, long numbers
+        return to_json(answer).encode()
 
 
 def sse(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
-
-
-class ClientLeft(Exception):  # noqa: N818 - not a fault
-    """The client disconnected."""
 
 
 class Refusal(Exception):  # noqa: N818 - a response, not a fault
@@ -102,87 +109,92 @@ def refusal_for_sample(sample: Sample) -> Refusal:
 class HttpExchange:
     """One request; `client_gone`: it has disconnected, `abort_reason`: the response must end early."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, write_s: float) -> None:
-        self.headers: Headers = dict(scope["headers"])
-        self.scope, self.receive = scope, receive
+    def __init__(
+        self,
+        connection: HttpConnection,
+        method: str,
+        path: str,
+        query: str,
+        headers: Headers,
+        chunks: bool,
+        closing: bool,
+    ) -> None:
+        self.method, self.path, self.query, self.headers = method, path, query, headers
+        self.body = b""
+        self.name = ""  # within the path
+        self.handler: Handler | None = None
+        self.form: Callable[[Refusal], dict[str, object]] = Refusal.plain
+        self.refusal: Refusal | None = None  # by its head
         self.status = 0  # of the response, once it has begun
+        self.complete = False  # the response
         self.client_gone = False
         self.abort_reason = ""
         self.aborted = False  # a client aborted all requests: what there is is the answer, also nothing
-        self.closing = False  # the connection ends with this response
-        self._send, self._write_s = send, write_s
-        self._task = asyncio.current_task()
-        self._timer: asyncio.TimerHandle | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._writing_since: float | None = None
+        self.closing = closing  # the connection ends with this response
+        self.task: asyncio.Task[None] | None = None
+        self._connection, self._chunks = connection, chunks
+        self._head = b""  # not sent yet
+        self._streams = False
 
-    # ---- disconnects -----------------------------------------------------------------------------------------------
+    # ---- ends ------------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Cancels the answering task on disconnect. Call it after the body was read."""
-        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
-
-    def _begin(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._watcher = loop.create_task(self._watched())
-        self._timer = loop.call_later(self._write_s, self._look)
-
-    async def _watched(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        self._gone()
-
-    def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._writing_since is not None and loop.time() - self._writing_since > self._write_s:
-            self._gone()
-        else:
-            self._timer = loop.call_later(self._write_s, self._look)
-
-    def _gone(self) -> None:
+    def left(self) -> None:
+        """The client has disconnected."""
         self.client_gone = True
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     def abort(self, why: str) -> None:
         """Ends the response now, with what there is."""
-        if not self.abort_reason and self._task is not None:
+        if not self.abort_reason and self.task is not None:
             self.abort_reason = why
-            self._task.cancel()
+            self.task.cancel()
 
-    def unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._watcher is not None:
-            self._watcher.cancel()
-        self._task = None
+    def uncancellable(self) -> None:
+        """From now on the response is written whatever happens."""
+        self.task = None
 
     # ---- responses -------------------------------------------------------------------------------------------------
 
     async def json(self, answer: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        await self.raw(to_json(answer).encode(), status, [_JSON, *headers])
+        await self.raw(to_json_bytes(answer), status, [_JSON, *headers])
 
-    async def refuse(self, refusal: Refusal, form: Callable[[Refusal], dict[str, object]]) -> None:
+    async def refuse(self, refusal: Refusal) -> None:
         """Answers with an error; if the response has begun, only the connection can be closed."""
-        self.unwatch()
+        self.uncancellable()
         if not self.status:
             headers = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-            await self.json(form(refusal), refusal.status, headers)
+            await self.json(self.form(refusal), refusal.status, headers)
 
     async def raw(self, body: bytes, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
-        await self.write(body, more=False)
+        head = self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        self.complete = True
+        await self._write(head if self.method == "HEAD" else head + body)
 
-    async def events(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        await self._start(200, [*_EVENTS, *headers])
+    def events(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Begins a stream; its head goes out with the first event."""
+        length = [(b"transfer-encoding", b"chunked")] if self._chunks else []
+        self.closing |= not self._chunks
+        self._head = self._start(200, [*_EVENTS, *headers, *length])
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         self.status = status
         if self.closing:
             headers.append((b"connection", b"close"))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, _PHRASES.get(status, b"Unknown"), lines)
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        self._writing_since = asyncio.get_running_loop().time()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self._writing_since = None
+        """Events of a stream."""
+        if self._chunks:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            body += b"" if more else b"0\r\n\r\n"
+        head, self._head = self._head, b""
+        self.complete = not more
+        await self._write(head + body)
+
+    async def _write(self, data: bytes) -> None:
+        connection = self._connection
+        connection.transport.write(data)
+        if connection.is_held:
+            await connection.drained()

@@ -21,6 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from trimtab.core.errors import nearest
 from trimtab.core.plain_data import fault_of
 from trimtab.model.rollout import DEFAULT_CLASS
@@ -140,6 +142,10 @@ class BodyFields:
 
 
 def parsed(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        pass  # the standard parser also takes NaN, lone surrogates and long numbers, and says what is wrong
     try:
         return json.loads(body.decode())
     except (ValueError, RecursionError) as fault:

@@ -1,4 +1,4 @@
-"""Access control and limits: Host and Origin, the token, hosts of new workers, body size.
+"""Access control: Host and Origin, the token, hosts of new workers.
 
 Changes need the token from everywhere. A foreign Host header is refused, and so is an Origin: a web page in a browser
 can reach loopback by a DNS name that it controls, and must not be able to send requests. The token is compared in
@@ -8,7 +8,6 @@ were named when the gateway was started.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import hmac
@@ -17,7 +16,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from trimtab.core.errors import InputError
-from trimtab.runtime.gateway.exchange import ClientLeft, Headers, Receive, Refusal, invalid_value
+from trimtab.runtime.gateway.exchange import Headers, Refusal, invalid_value
 from trimtab.runtime.gateway.settings import LOOPBACK, GatewaySettings
 from trimtab.runtime.http.listening import host_name
 
@@ -35,7 +34,6 @@ class GatewayGuard:
         # The owner of a name can point it here (DNS rebinding); a numeric address is what the caller typed.
         self._takes_numbers = not settings.on_loopback
         self._places = AllowedHosts(settings.worker_hosts)
-        self._largest, self._body_s = settings.max_body_bytes, settings.body_s
         self._accepted: set[bytes] = set()  # accepted Host headers; bounded
 
     def check_host(self, headers: Headers) -> None:
@@ -100,39 +98,6 @@ class GatewayGuard:
                 403, f"workers on {host} are not allowed here; add it to worker_hosts", param="url", code="wrong_host"
             )
         return url.rstrip("/")
-
-    async def body(self, headers: Headers, receive: Receive) -> bytes:
-        """Reads a body, within limits of size and time."""
-        length = headers.get(b"content-length")
-        if length is not None and length.isdigit() and (len(length) > 18 or int(length) > self._largest):
-            raise self._too_large()
-        try:
-            return await asyncio.wait_for(self._whole(receive), self._body_s)
-        except asyncio.TimeoutError:
-            # The rest of the body may still arrive, so the connection cannot be reused.
-            raise Refusal(
-                408, f"the body did not arrive within {self._body_s:g} s", code="timeout",
-                headers={"connection": "close"},
-            ) from None  # fmt: skip
-
-    async def _whole(self, receive: Receive) -> bytes:
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._largest:
-                raise self._too_large()
-            if not message.get("more_body"):
-                return b"".join(parts)
-
-    def _too_large(self) -> Refusal:
-        # The rest of the body is not read, so the connection cannot be reused.
-        return Refusal(
-            413, f"a body has at most {self._largest} bytes", code="too_large", headers={"connection": "close"}
-        )
 
 
 class AllowedHosts:

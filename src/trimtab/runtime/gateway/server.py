@@ -1,4 +1,4 @@
-"""Gateway: its routes with their access levels, a socket, uvicorn on the caller's event loop, and a graceful stop.
+"""Gateway: its routes with their access levels, a socket on the caller's event loop, and a graceful stop.
 
 Health and readiness are public; generations and queries are open on loopback and need the token elsewhere; changes need
 the token everywhere. The Host is checked for every route. Errors are answered in the format of the route, never with a
@@ -13,37 +13,28 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
+import gc
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.routing import Match, Route
-
-from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import WorkerState
-from trimtab.runtime.gateway.exchange import (
-    ClientLeft,
-    HttpExchange,
-    Receive,
-    Refusal,
-    Scope,
-    Send,
-    refusal_for_error,
-)
+from trimtab.runtime.gateway.connection import HttpConnections
+from trimtab.runtime.gateway.exchange import Handler, HttpExchange, Refusal, refusal_for_error
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from trimtab.runtime.gateway.openai import OpenAIReader
-from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker, Read, Refused
+from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.sglang import SglangReader
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.gateway.workers import WorkerApi
-from trimtab.runtime.http.head_limits import limited
-from trimtab.runtime.http.listening import allow_files, listening, quiet_server
+from trimtab.runtime.http.listening import BACKLOG, allow_files, listening
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.gateway")
@@ -51,9 +42,11 @@ log = logging.getLogger("trimtab.gateway")
 RouteHandler = Callable[[HttpExchange], Awaitable[Any]]
 """Answers with JSON, or with bytes of the metrics page."""
 
+T = TypeVar("T")
+COLLECT_AFTER = (20_000, 20, 50)  # allocations, and collections of younger generations
 FILES_BESIDE = 512
 FILES_FEW = 4_096  # fewer: log a warning
-START_S = 10.0
+NAME = "{name}"
 
 
 class AccessLevel(enum.Enum):
@@ -65,7 +58,7 @@ class AccessLevel(enum.Enum):
 
 
 class GatewayApp:
-    """The ASGI application."""
+    """The routes, their access levels, and their answers."""
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings) -> None:
         self.pool, self.settings = pool, settings
@@ -77,81 +70,109 @@ class GatewayApp:
         self._openai = OpenAIReader(
             self.tokenizer, settings.model_name, settings.default_max_tokens, lambda: pool.adapters
         )
-        generations: dict[str, tuple[str, Read, Refused]] = {
-            "/v1/completions": ("completions", self._openai.completions, Refusal.openai),
-            "/v1/chat/completions": ("chat", self._openai.chat, Refusal.openai),
-            "/generate": ("generate", SglangReader(self.tokenizer, lambda: pool.adapters).generate, Refusal.plain),
-        }
-        # The hot paths: found by one lookup, before any pattern is matched.
-        self._direct = {path: GenerationEndpoint(self.serving, *how) for path, how in generations.items()}
-        self._rest = Starlette(routes=self._routes())
+        self._routes: dict[str, dict[str, tuple[AccessLevel, Handler]]] = {}
+        self._named: list[tuple[str, str, str]] = []  # begin and end of a path with a name, and its pattern
+        self._add_generations()
+        self._add_routes()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        try:
-            self.guard.check_host(dict(scope["headers"]))
-            direct = self._direct.get(scope["path"])
-            if direct is None:
-                self._find(scope)
-                await self._rest(scope, receive, send)
-            elif scope["method"] == "POST":
-                await direct(scope, receive, send)
-            else:
-                raise Refusal(405, "only POST", headers={"allow": "POST"})
-        except Exception as fault:
-            refusal = fault
-            if not isinstance(refusal, Refusal):
-                log.error("%s %s", scope["method"], scope["path"], exc_info=fault)
-                refusal = Refusal(500, f"internal error in trimtab: {type(fault).__name__}", code="fault")
-            await HttpExchange(scope, receive, send, self.settings.write_s).refuse(refusal, Refusal.plain)
-
-    def _find(self, scope: Scope) -> None:
-        """Raises 404 or 405 in the gateway's own format."""
-        methods: set[str] = set()
-        for route in self._rest.router.routes:
-            match, _ = route.matches(scope)
-            if match is Match.FULL:
-                return
-            if match is Match.PARTIAL and isinstance(route, Route):
-                methods |= route.methods or set()
-        if methods:
-            allowed = ", ".join(sorted(methods))
+    def admit(self, exchange: HttpExchange) -> None:
+        """Finds the route of a request, and checks its Host and token."""
+        methods = self._routes.get(exchange.path) or self._named_routes(exchange)
+        if exchange.path in FORMS:
+            exchange.form = FORMS[exchange.path]
+        self.guard.check_host(exchange.headers)
+        if methods is None:
+            raise Refusal(404, f"there is no {exchange.path} here", code="unknown_path")
+        found = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        if found is None:
+            allowed = ", ".join(sorted(methods.keys() | ({"HEAD"} if "GET" in methods else set())))
             raise Refusal(405, f"only {allowed}", code="wrong_method", headers={"allow": allowed})
-        raise Refusal(404, f"there is no {scope['path']} here", code="unknown_path")
+        access, exchange.handler = found
+        if access is AccessLevel.write or (access is AccessLevel.read and not self.guard.anonymous):
+            self.guard.check_token(exchange.headers)
 
-    # ---- other routes ----------------------------------------------------------------------------------------------
+    def _named_routes(self, exchange: HttpExchange) -> dict[str, tuple[AccessLevel, Handler]] | None:
+        path = exchange.path
+        for begin, end, pattern in self._named:
+            if path.startswith(begin) and path.endswith(end) and len(path) > len(begin) + len(end):
+                exchange.name = path[len(begin) : len(path) - len(end)]
+                return self._routes[pattern]
+        return None
 
-    def _routes(self) -> list[Route]:
+    async def answer(self, exchange: HttpExchange) -> None:
+        """Answers a request, whatever happens."""
+        try:
+            if exchange.refusal is not None:
+                await exchange.refuse(exchange.refusal)
+            else:
+                assert exchange.handler is not None
+                await exchange.handler(exchange)
+        except Exception as fault:
+            log.error("%s %s", exchange.method, exchange.path, exc_info=fault)
+            await exchange.refuse(Refusal(500, f"internal error in trimtab: {type(fault).__name__}", code="fault"))
+
+    # ---- routes ----------------------------------------------------------------------------------------------------
+
+    def _add_generations(self) -> None:
+        for path, name, read in (
+            ("/v1/completions", "completions", self._openai.completions),
+            ("/v1/chat/completions", "chat", self._openai.chat),
+            ("/generate", "generate", SglangReader(self.tokenizer, lambda: self.pool.adapters).generate),
+        ):
+            endpoint = GenerationEndpoint(self.serving, name, read)
+            self._routes[path] = {"POST": (AccessLevel.read, endpoint)}
+
+    def _add_routes(self) -> None:
         public, read, write, workers = AccessLevel.public, AccessLevel.read, AccessLevel.write, self.workers
         routes: tuple[tuple[str, str, AccessLevel, RouteHandler, int], ...] = (
             ("GET", "/health", public, self._health, 200),
             ("GET", "/ready", public, self._ready, 200),
             ("GET", "/health_generate", public, self._ready, 200),
             ("GET", "/v1/models", read, self._models, 200),
-            ("GET", "/v1/models/{name:path}", read, self._model, 200),
+            ("GET", "/v1/models/{name}", read, self._model, 200),
             ("GET", "/model_info", read, self._model_info, 200),
             ("GET", "/get_model_info", read, self._model_info, 200),
             ("GET", "/metrics", read, self._metrics, 200),
             ("GET", "/status", read, self._status, 200),
-            ("GET", "/story/{name:path}", read, workers.story, 200),
+            ("GET", "/story/{name}", read, workers.story, 200),
             ("GET", "/workers", read, workers.listed, 200),
             ("GET", "/list_workers", read, workers.urls, 200),
             ("POST", "/workers", write, workers.add, 202),
             ("POST", "/add_worker", write, workers.add_by_query, 200),
             ("POST", "/remove_worker", write, workers.remove_by_query, 200),
-            ("POST", "/workers/{name:path}/drain", write, workers.drain, 200),
-            ("POST", "/workers/{name:path}/resume", write, workers.resume, 200),
-            ("GET", "/workers/{name:path}", read, workers.get, 200),
-            ("DELETE", "/workers/{name:path}", write, workers.remove, 202),
+            ("POST", "/workers/{name}/drain", write, workers.drain, 200),
+            ("POST", "/workers/{name}/resume", write, workers.resume, 200),
+            ("GET", "/workers/{name}", read, workers.get, 200),
+            ("DELETE", "/workers/{name}", write, workers.remove, 202),
             ("POST", "/abort_request", write, workers.abort, 200),
             ("POST", "/scale", write, workers.scale, 200),
             ("DELETE", "/scale", write, workers.release_scale, 200),
         )
-        return [
-            Route(path, _RouteApp(self, access, handler, status), methods=[method])
-            for method, path, access, handler, status in routes
-        ]
+        for method, path, access, handler, status in routes:
+            answer = functools.partial(self._answer, access, handler, status)
+            self._routes.setdefault(path, {})[method] = (access, answer)
+            begin, name, end = path.partition(NAME)
+            if name and (begin, end, path) not in self._named:
+                self._named.append((begin, end, path))
+
+    async def _answer(self, access: AccessLevel, handler: RouteHandler, status: int, exchange: HttpExchange) -> None:
+        """Answers a request that is no generation, within a deadline."""
+        exchange.closing |= self.serving.stopping
+        within_s = self.settings.change_s + self.settings.body_s
+        try:
+            if access is AccessLevel.write and self.serving.stopping:
+                raise Refusal(503, STOPPING, code="stopping")
+            answer = await asyncio.wait_for(handler(exchange), within_s)
+            if isinstance(answer, bytes):
+                await exchange.raw(answer, status, [(b"content-type", CONTENT_TYPE.encode())])
+            else:
+                await exchange.json(answer, status)
+        except Refusal as refusal:
+            await exchange.refuse(refusal)
+        except TrimtabError as error:
+            await exchange.refuse(refusal_for_error(error))
+        except asyncio.TimeoutError:
+            await exchange.refuse(Refusal(504, f"not done within {within_s:g} s", code="timeout"))
 
     async def _health(self, exchange: HttpExchange) -> Any:
         return {"status": "ok"}
@@ -174,7 +195,7 @@ class GatewayApp:
         return {"object": "list", "data": [model, *adapters]}
 
     async def _model(self, exchange: HttpExchange) -> Any:
-        name = exchange.scope["path_params"]["name"]
+        name = exchange.name
         for model in (await self._models(exchange))["data"]:
             if model["id"] == name:
                 return model
@@ -195,39 +216,25 @@ class GatewayApp:
         return {**self.pool.status(), "gateway": gateway}
 
 
-class _RouteApp:
-    """A route other than a generation: plain ASGI, so that Starlette does not wrap it."""
+FORMS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), Refusal.openai)
 
-    def __init__(self, app: GatewayApp, access: AccessLevel, handler: RouteHandler, status: int) -> None:
-        self._app, self._access, self._handler, self._status = app, access, handler, status
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks access, and answers within a deadline."""
-        app = self._app
-        exchange = HttpExchange(scope, receive, send, app.settings.write_s)
-        exchange.closing = app.serving.stopping
-        try:
-            if self._access is AccessLevel.write or (self._access is AccessLevel.read and not app.guard.anonymous):
-                app.guard.check_token(exchange.headers)
-            if self._access is AccessLevel.write and app.serving.stopping:
-                raise Refusal(503, STOPPING, code="stopping")
-            within_s = app.settings.change_s + app.settings.body_s
-            await asyncio.wait_for(self._answer(exchange), within_s)
-        except Refusal as refusal:
-            await exchange.refuse(refusal, Refusal.plain)
-        except TrimtabError as error:
-            await exchange.refuse(refusal_for_error(error), Refusal.plain)
-        except asyncio.TimeoutError:
-            await exchange.refuse(Refusal(504, f"not done within {within_s:g} s", code="timeout"), Refusal.plain)
-        except ClientLeft:
-            return
-
-    async def _answer(self, exchange: HttpExchange) -> None:
-        answer = await self._handler(exchange)
-        if isinstance(answer, bytes):
-            await exchange.raw(answer, self._status, [(b"content-type", CONTENT_TYPE.encode())])
-        else:
-            await exchange.json(answer, self._status)
+def run_alone(main: Coroutine[Any, Any, T]) -> T:
+    """Runs the event loop of a process that does nothing but serve: on uvloop if it is there, and with rarer garbage
+    collections, which take a third of the time with the defaults.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    if sys.version_info < (3, 11):
+        uvloop.install()
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 class Gateway:
@@ -237,8 +244,8 @@ class Gateway:
         self.settings = settings
         self.app = GatewayApp(pool, settings)
         self._socket: socket.socket | None = None
-        self._server: uvicorn.Server | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._connections = HttpConnections(settings, self.app.admit, self.app.answer)
+        self._server: asyncio.Server | None = None
 
     @property
     def port(self) -> int:
@@ -257,46 +264,30 @@ class Gateway:
 
     async def start(self) -> None:
         """InputError if the port is taken."""
-        if self._running is not None:
+        if self._server is not None:
             raise InputError("the gateway runs already")
         self._socket = listening(self.settings.host, self.settings.port)
         # Two connections per request: client and engine.
         files = allow_files(2 * self.settings.max_concurrent + FILES_BESIDE)
         if files < FILES_FEW:
             log.warning("at most %d open files are allowed here: about %d concurrent requests", files, files // 2)
-        self._server = quiet_server(
-            self.app, http=limited(self.settings.head_s, self.settings.max_head_bytes),
-            timeout_keep_alive=max(1, round(self.settings.keep_alive_s)),
-            timeout_graceful_shutdown=max(1, round(self.settings.abort_s)),
-        )  # fmt: skip
-        self._running = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="gateway")
-        for _ in range(int(START_S / 0.005)):
-            if self._server.started or self._running.done():
-                break
-            await asyncio.sleep(0.005)
-        if not self._server.started:
-            await self.stop(0)
-            raise UnreachableError(f"the gateway did not start within {START_S:g} s")
+        self._connections.closing = False
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connections, sock=self._socket, backlog=BACKLOG
+        )
 
     async def stop(self, drain_s: float = 10.0) -> None:
         """Stops gracefully; see the module. Harmless if it never started."""
-        serving, running = self.app.serving, self._running
+        serving = self.app.serving
         serving.stopping = True
-        if running is not None and self._server is not None:
+        if self._server is not None:
             if not await serving.until_empty(drain_s):
                 serving.abort_all()
                 await serving.until_empty(self.settings.abort_s)
-            self._server.should_exit = True
-            await asyncio.wait({running}, timeout=self.settings.abort_s + 1)
-            if not running.done():
-                self._server.force_exit = True
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            self._server.close()
+            await self._connections.close(self.settings.abort_s)
         await self.app.workers.close()
-        self._running = self._server = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._server = self._socket = None
         serving.stopping = False
 
     async def __aenter__(self) -> Gateway:

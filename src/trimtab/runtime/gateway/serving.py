@@ -22,16 +22,7 @@ from typing import Any, Protocol
 
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP, End
-from trimtab.runtime.gateway.exchange import (
-    ClientLeft,
-    HttpExchange,
-    Receive,
-    Refusal,
-    Scope,
-    Send,
-    refusal_for_error,
-    refusal_for_sample,
-)
+from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.fields import DEFAULT_TERMS, BodyParser, RequestTerms, ServedKinds, read_terms
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.metrics import GatewayMetrics
@@ -249,9 +240,6 @@ class ResponseFormat(Protocol):
 Read = Callable[[Any, RequestTerms, ServedKinds], Awaitable[ResponseFormat]]
 """Reads a body, given the kinds of engines that are up."""
 
-Refused = Callable[[Refusal], dict[str, object]]
-"""Formats a refusal."""
-
 
 class GenerationTracker:
     """Open calls."""
@@ -306,7 +294,7 @@ class GenerationTracker:
         self._empty.clear()
 
     def leave(self, exchange: HttpExchange) -> None:
-        exchange.unwatch()
+        exchange.uncancellable()
         self.waiting.pop(exchange, None)
         self._open.discard(exchange)
         if not self._open:
@@ -335,41 +323,36 @@ class GenerationTracker:
 
 
 class GenerationEndpoint:
-    """One endpoint; plain ASGI, because every token passes here."""
+    """One endpoint."""
 
-    def __init__(self, serving: GenerationTracker, name: str, read: Read, refused: Refused) -> None:
-        self._serving, self._name, self._read, self._refused = serving, name, read, refused
+    def __init__(self, serving: GenerationTracker, name: str, read: Read) -> None:
+        self._serving, self._name, self._read = serving, name, read
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        serving = self._serving
-        exchange = HttpExchange(scope, receive, send, serving.settings.write_s)
-        began = asyncio.get_running_loop().time()
+    async def __call__(self, exchange: HttpExchange) -> None:
+        serving, clock = self._serving, asyncio.get_running_loop().time
+        began = clock()
         try:
-            if not serving.guard.anonymous:
-                serving.guard.check_token(exchange.headers)
             serving.enter(exchange)
             try:
                 await self._answer(exchange)
             finally:
                 serving.leave(exchange)
         except Refusal as refusal:
-            await exchange.refuse(refusal, self._refused)
+            await exchange.refuse(refusal)
         except TrimtabError as error:
-            await exchange.refuse(refusal_for_error(error), self._refused)
-        except ClientLeft:
-            exchange.client_gone = True
+            await exchange.refuse(refusal_for_error(error))
         except asyncio.CancelledError:
             if not (exchange.client_gone or exchange.abort_reason):
                 raise  # the server stops
             if exchange.abort_reason:
-                await exchange.refuse(Refusal(503, exchange.abort_reason, code="stopping"), self._refused)
-        serving.metrics.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
+                await exchange.refuse(Refusal(503, exchange.abort_reason, code="stopping"))
+        serving.metrics.answered(self._name, exchange, clock() - began)
 
     async def _answer(self, exchange: HttpExchange) -> None:
         serving = self._serving
         terms = read_terms(exchange.headers, serving.settings.deadline_s)
-        body = await serving.bodies.parsed(await serving.guard.body(exchange.headers, exchange.receive))
-        exchange.watch()
+        body = await serving.bodies.parsed(exchange.body)
+        exchange.body = b""
         form = await self._read(body, terms, serving.kinds)
         if form.call.stream:
             await self._stream(exchange, form)
@@ -398,7 +381,7 @@ class GenerationEndpoint:
                     if not begun:
                         if sample is not None and left == 1 and not is_answer(sample):
                             raise refusal_for_sample(sample)
-                        await exchange.events([(b"x-trimtab-id", form.call.id.encode("ascii", "replace"))])
+                        exchange.events([(b"x-trimtab-id", form.call.id.encode("ascii", "replace"))])
                         begun = True
                     if sample is not None:
                         serving.metrics.made((sample,))

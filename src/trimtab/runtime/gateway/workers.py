@@ -198,8 +198,7 @@ class WorkerApi:
         return {"aborted": self._abort_all("aborted by a client of the gateway")}
 
     async def _fields(self, exchange: HttpExchange) -> BodyFields:
-        body = await self._guard.body(exchange.headers, exchange.receive)
-        return BodyFields(await self._bodies.parsed(body or b"{}"))
+        return BodyFields(await self._bodies.parsed(exchange.body or b"{}"))
 
     async def close(self) -> None:
         """Cancels removals in progress: the workers leave with the pool."""
@@ -209,11 +208,11 @@ class WorkerApi:
 
 
 def _name(exchange: HttpExchange) -> str:
-    return str(exchange.scope["path_params"]["name"])
+    return exchange.name
 
 
 def _query(exchange: HttpExchange) -> dict[str, str]:
-    return dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    return dict(parse_qsl(exchange.query, keep_blank_values=True))
 
 
 def _number(text: str) -> Any:
