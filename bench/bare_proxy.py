@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import httptools
 import msgspec
-import uvloop
 
 from bench.instant_engine import serve
+from trimtab.runtime.gateway.server import run_alone
 
 read, written = msgspec.json.decode, msgspec.json.encode
 
@@ -107,4 +107,4 @@ class Downstream(asyncio.Protocol):
 
 if __name__ == "__main__":
     Downstream.engine = sys.argv[1]
-    uvloop.run(serve(Downstream))
+    run_alone(serve(Downstream))

@@ -33,9 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-import uvloop
-
 from trimtab.rollout import RolloutPool, SamplingParams
+from trimtab.runtime.gateway.server import run_alone
 
 ROUNDS = 5
 TOKENS = 16
@@ -403,13 +402,11 @@ def main() -> None:
         busy = os.getloadavg()[0] / (os.cpu_count() or 1)
         if busy > 1:  # the client, the engine and what is between them need a core each to be measured
             print(f"others keep this machine busy ({busy:.1f} processes for each core): times are upper bounds")
-        uvloop.run(compare(addresses))
+        run_alone(compare(addresses))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        from trimtab.runtime.gateway.server import run_alone
-
         run_alone(serve(sys.argv[2]))
     else:
         main()

@@ -16,7 +16,7 @@ import signal
 import time
 from typing import cast
 
-import uvloop
+from trimtab.runtime.gateway.server import run_alone
 
 TOKENS = re.compile(rb'"(?:max_new_tokens|max_tokens)": ?(\d+)')
 INTERVAL = re.compile(rb'"stream_interval": ?(\d+)')
@@ -146,4 +146,4 @@ async def serve(protocol: type[Connection]) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(Engine))
+    run_alone(serve(Engine))

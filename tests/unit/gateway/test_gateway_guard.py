@@ -511,6 +511,21 @@ def test_too_many_at_once_are_told_to_come_back() -> None:
     play_stubs([stub], act, max_concurrent=2, model_name="tiny")
 
 
+def test_a_body_in_parts_is_one_body_and_its_parts_count_together() -> None:
+    async def act(front: Front) -> None:
+        for parts, status in ((1, b"200"), (40, b"413")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
+            head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            body = [b'{"input_ids": [1, 2], "sampling_', b'params": {"max_new_tokens": 2}}', *[b" " * 60] * parts]
+            for part in (head, *(b"%x\r\n%b\r\n" % (len(one), one) for one in body), b"0\r\n\r\n"):
+                writer.write(part)
+                await asyncio.sleep(0)
+            assert (await asyncio.wait_for(reader.readline(), 50)).split()[1] == status
+            writer.close()
+
+    play_stubs([VllmStub()], act, max_body_bytes=1_024, model_name="tiny")
+
+
 # ---- any body at all -------------------------------------------------------------------------------------------------
 
 VALUES = st.recursive(

@@ -55,6 +55,8 @@ SEND_S = 20.0  # for a client to take a message; then it counts as gone
 RETRY_MS = 1_000
 MAX_STREAMS = 4_096
 MAX_BODY_BYTES = 16_384  # of a change request
+BODY_S = 30.0
+CLOSES = {"connection": "close"}
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 4 * 2**20
 MAX_WAITING = 32  # messages for one client
@@ -188,7 +190,7 @@ class DashboardApp:
         self._polled, self._polled_at = asyncio.Event(), 0.0
         self._fault = ""
         self._logged: set[str] = set()
-        self._guard = GatewayGuard(GatewaySettings(token=token, max_body_bytes=MAX_BODY_BYTES))
+        self._guard = GatewayGuard(GatewaySettings(token=token))
         self._files = source.files()
         self._app = Starlette(
             routes=[
@@ -303,12 +305,14 @@ class DashboardApp:
         headers = dict(request.scope["headers"])
         try:
             self._guard.check_token(headers)
-            body = await self._guard.body(headers, request.receive)
+            body = await asyncio.wait_for(_body_of(request), BODY_S)
             facts = json.loads(body) if body else {}
             if not isinstance(facts, dict):
                 raise ValueError
         except Refusal as refusal:
             return _refused(refusal)
+        except asyncio.TimeoutError:
+            return _refused(Refusal(408, f"the body did not arrive within {BODY_S:g} s", headers=CLOSES))
         except (ValueError, RecursionError):
             return JSONResponse({"error": "the body must be a JSON object"}, 400)
         try:
@@ -364,6 +368,15 @@ class DashboardApp:
                 await write(b": still here\n\n")
         if client.behind:
             await write(b"event: behind\ndata: {}\n\n")
+
+
+async def _body_of(request: Request) -> bytes:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:  # the rest is not read, so the connection cannot be used again
+            raise Refusal(413, f"a body has at most {MAX_BODY_BYTES} bytes", headers=CLOSES)
+    return body
 
 
 async def _until_disconnect(receive: Receive) -> None:

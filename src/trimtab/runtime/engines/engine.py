@@ -129,6 +129,7 @@ class PieceSupport:
 
     whole: bool = False  # at once, at the end
     interval: bool = False  # a stream with so many tokens for each event, as the request says
+    repeats: bool = False  # every event of a stream repeats the answer so far, so few are wanted
     every: int = 1  # tokens for each event of a stream, if the request says nothing
     partial: bool = False  # an aborted request is answered with its tokens so far
     context: int | None = None  # tokens of prompt and answer together

@@ -86,7 +86,7 @@ class SglangEngine(HttpEngine):
         super().__init__(name, url, session, deadlines)
         self._version_of: dict[str, str] = {}  # first version that was loaded from a path
 
-    pieces = PieceSupport(whole=True, interval=True)
+    pieces = PieceSupport(whole=True, interval=True, repeats=True)
     _load_stamps: Any = None  # the engine's timestamp of its last loads
     _loads_read = False  # loads were read before
 

@@ -25,6 +25,7 @@ Admit = Callable[[HttpExchange], None]
 
 Answer = Callable[[HttpExchange], Awaitable[None]]
 
+LINGER_S = 1.0
 _HEAD, _BODY, _IDLE = "head", "body", "idle"
 _REFUSALS = {
     400: (b"400 Bad Request", b"this is no HTTP request"),
@@ -243,8 +244,7 @@ class HttpConnection(asyncio.Protocol):
             await self.server.answer(exchange)
         self._answering = None
         if exchange.closing or not exchange.complete or self.server.closing:
-            self._ended = True
-            self.transport.close()
+            self._close(unread=exchange.refusal is not None)
         elif self._waiting:
             self.transport.resume_reading()
             self._queue(self._waiting.popleft())
@@ -273,4 +273,17 @@ class HttpConnection(asyncio.Protocol):
                 b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
                 % (line, len(text), text)
             )
-        self.transport.close()
+        self._close(unread=self._answering is None)
+
+    def _close(self, *, unread: bool) -> None:
+        """Closes after what was written. Where the client still sends, a close at once would take the answer from it:
+        that is not read for a moment more.
+        """
+        self._ended, self._deadline = True, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if unread and not self.transport.is_closing() and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._timer = self._loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()

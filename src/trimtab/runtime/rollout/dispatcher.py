@@ -87,7 +87,7 @@ class PiecePlanner:
         if every is None or left <= every:
             return PiecePlan(None)
         if support.interval or every == 1 or 1 < support.every <= every:
-            return PiecePlan(min(every, INTERVAL_TOKENS))
+            return PiecePlan(every if support.repeats else min(every, INTERVAL_TOKENS))
         # Requests that begin together would all be cut at the same step, and leave the engine idle meanwhile. A few
         # groups are better than many: steps that read prompts are slower than steps that only decode.
         self._phase = self._phase % PHASES + 1
