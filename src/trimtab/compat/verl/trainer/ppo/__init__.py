@@ -1,0 +1,1 @@
+"""The import path of verl's trainer: `ppo.ray_trainer`."""

@@ -1,0 +1,79 @@
+"""verl's own fully-async training with the policy `trimtab`, on CPUs; `verl_elastic.py` says what is verl's in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-verl" / "bin" / "python"
+STEPS, CYCLE = 50, 32
+pytestmark = pytest.mark.frameworks
+
+
+def trained(policy: str, steps: int, faults: str, folder: Path) -> dict[str, Any]:
+    """A run in verl's environment: what its trainer, its controller and the engines have seen."""
+    assert PYTHON.exists(), "there is no .venv-verl: run tools/make-framework-envs"
+    paths = (ROOT / "src", Path(__file__).parent)
+    done = subprocess.run(
+        [PYTHON, Path(__file__).parent / "verl_elastic.py", policy, str(steps), faults],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "VERL_USE_EXTERNAL_MODULES": "trimtab.integrations.verl_plugin",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        },
+    )
+    line = next((text for text in done.stdout.splitlines() if text.startswith("SEEN")), None)
+    assert line is not None, done.stderr[-3000:]
+    seen: dict[str, Any] = json.loads(line.removeprefix("SEEN"))
+    return seen
+
+
+def outdated(seen: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """Requests that an engine began with weights older than those of the last sync that had ended."""
+    found = []
+    for name, engine in seen["engines"].items():
+        for began, version in (engine or {"starts": []})["starts"]:
+            synced = [step for ended, step in seen["syncs"] if ended < began]
+            if synced and version < synced[-1]:
+                found.append((name, version, synced[-1]))
+    return found
+
+
+def test_fifty_steps_with_drains_a_kill_and_a_drain_during_a_weight_sync_train_on_every_sample_once(
+    tmp_path: Path,
+) -> None:
+    seen = trained("trimtab", STEPS, "faults", tmp_path)
+    assert Counter(seen["got"]) == Counter(range(STEPS * CYCLE))
+    assert seen["wrong"] == []  # each answer is what its prompt's tokens are, also where replicas took turns at it
+    assert [step for _, step in seen["syncs"]] == list(range(STEPS + 1))
+    assert seen["activated"] >= 10
+    assert seen["deactivated"] >= 10
+    assert seen["dead"] == ["engine_3"]
+    assert seen["status"]["workers"]["standalone_1"][0] == "lost"
+    assert seen["drained_while_syncing"] is True
+    groups = [group for group, _ in Counter(seen["groups"]).most_common()]
+    assert sorted(groups) == [3, 4]  # ranks of the sync: without the drained one, and later without the lost one
+    assert seen["groups"][-1] == 3
+    assert outdated(seen) == []
+    assert [fault for engine in seen["engines"].values() if engine for fault in engine["faults"]] == []
+    assert sum(engine["aborted"] for engine in seen["engines"].values() if engine) > 0
+
+
+def test_verls_default_policy_goes_through_the_same_trace_on_the_same_stand(tmp_path: Path) -> None:
+    seen = trained("default", 6, "none", tmp_path)
+    assert Counter(seen["got"]) == Counter(range(6 * CYCLE))
+    assert seen["wrong"] == []
+    assert seen["activated"] == seen["deactivated"] + 1
