@@ -4,7 +4,8 @@ Join to the first step complete on the newcomer, loss to the next complete step,
 from the moment that Ray lists the node as alive, a loss from the moment that trimtab's own link notices it (the time
 from the kill is printed, too; Ray alone takes some 14 s), a drain with an urgent deadline from the call that asks for
 it until no process of ours is on the node. Several real nodes on this machine, each with one GPU that is made up. On
-a node that has just joined a bare actor takes longer, too: that is printed for comparison.
+a node that has just joined a bare actor takes longer, too, and importing PyTorch takes longer than both: bare actors
+there, without and with the members' trainer, are printed for comparison.
 """
 
 from __future__ import annotations
@@ -37,21 +38,33 @@ class Plain:
         return "pong"
 
 
+class Trainer(Plain):
+    """What a member is, without a group."""
+
+    def __init__(self) -> None:
+        from trimtab.demos.elastic_training import ElasticTrainer
+
+        self.member = ElasticTrainer()
+
+
 def main() -> None:
     quiet = io.StringIO()  # Ray prints at length what it thinks of killed nodes
     with contextlib.redirect_stdout(quiet):
-        bare, fresh, bench = measured()
+        bare, fresh, training, bench = measured()
     base = statistics.median(bare)
-    print(f"bare Ray actor, until its first call has returned: {base:.2f} s (median of {len(bare)})")
+    load = os.getloadavg()[1]
+    print(f"bare Ray actor, until its first call has returned: {base:.2f} s (median of {len(bare)}; load {load:.1f})")
     print(f"{'':<58}{'median':>9}{'worst':>9}{'ratio':>9}  goal")
     row("bare Ray actor on a node that has just joined", fresh, base)
-    row("join (alive in Ray) to the first step on the newcomer", bench.joins, base, 2)
+    row("bare Ray actor with the members' trainer there", training, base)
+    row("join (alive in Ray) to the first step on the newcomer", bench.joins, base)
+    row("  the same, in starts of a bare actor with that trainer", bench.joins, statistics.median(training), 2)
     row("loss (noticed by the link) to the next complete step", bench.losses, base, 2)
     row("  the same from the kill", bench.kills, base)
     row("drain (urgent) to an empty node", bench.drains, base, 1.5)
 
 
-def measured() -> tuple[list[float], list[float], Bench]:
+def measured() -> tuple[list[float], list[float], list[float], Bench]:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -67,9 +80,10 @@ def measured() -> tuple[list[float], list[float], Bench]:
     session = None
     try:
         bare = [started(ray, resources=HEAD) for _ in range(STARTS)]
-        fresh = [on_a_fresh_node(ray, cluster, at) for at in range(ROUNDS)]
+        fresh = [on_a_fresh_node(ray, cluster, Plain, at) for at in range(ROUNDS)]
+        training = [on_a_fresh_node(ray, cluster, Trainer, ROUNDS + at) for at in range(ROUNDS)]
         session = connect(name=f"bench-{uuid.uuid4().hex[:6]}")
-        with ElasticGroup(ElasticTrainer, ("numpy",), session=session, per_node={"gpu": 1}, min=1) as group:
+        with ElasticGroup(ElasticTrainer, session=session, per_node={"gpu": 1}, min=1) as group:
             stepped(group, 1)
             bench = Bench(ray, cluster, session, group)
             for _ in range(ROUNDS):
@@ -79,7 +93,7 @@ def measured() -> tuple[list[float], list[float], Bench]:
                 bench.join()
                 bench.lose()
                 bench.drain()
-        return bare, fresh, bench
+        return bare, fresh, training, bench
     finally:
         if session is not None:
             session.shutdown()
@@ -158,10 +172,10 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def started(ray: Any, **options: Any) -> float:
+def started(ray: Any, kind: type[Plain] = Plain, **options: Any) -> float:
     """Seconds from the making of a bare actor until its first call has returned."""
     began = time.perf_counter()
-    actor = ray.remote(Plain).options(num_cpus=0, **options).remote()
+    actor = ray.remote(kind).options(num_cpus=0, **options).remote()
     ray.get(actor.ping.remote(), timeout=WAIT_S)
     seconds = time.perf_counter() - began
     ray.kill(actor)
@@ -169,10 +183,10 @@ def started(ray: Any, **options: Any) -> float:
     return seconds
 
 
-def on_a_fresh_node(ray: Any, cluster: Any, at: int) -> float:
+def on_a_fresh_node(ray: Any, cluster: Any, kind: type[Plain], at: int) -> float:
     node = cluster.add_node(num_cpus=1, num_gpus=1, resources={f"fresh{at}": 1}, wait=False)
     until(lambda: any(one["NodeID"] == node.node_id and one["Alive"] for one in ray.nodes()))
-    seconds = started(ray, resources={f"fresh{at}": 1})
+    seconds = started(ray, kind, resources={f"fresh{at}": 1})
     cluster.remove_node(node)
     until(lambda: not any(one["NodeID"] == node.node_id and one["Alive"] for one in ray.nodes()))
     return seconds

@@ -333,6 +333,27 @@ def test_a_host_and_a_plain_actor_are_called_alike(scheduler: SimpleScheduler, r
     assert ray.get(elsewhere.add.remote(1)) == 6
 
 
+def test_a_named_task_starts_in_a_warm_process_where_names_are_the_schedulers_own(shared: Any, ray: Any) -> None:
+    with SimpleScheduler("warm-names", warm_names=True) as scheduler:
+        scheduler.ensure_pool("named", resources={"cpu": 2}, target_agents=1)
+        options = {"name": "train-worker-00", "lifetime": "detached"}
+        made = scheduler.submit(
+            task_id="train-00", pool="named", actor_class=Plain, resources=CPU, ray_options=options
+        )["agent"]
+        assert (made["kind"], made["name"]) == ("host", "train-worker-00")
+        assert ray.get(scheduler.get_actor("train-worker-00").add.remote(2), timeout=60) == 2
+        assert options == {"name": "train-worker-00", "lifetime": "detached"}
+        again = scheduler.submit(task_id="t", pool="named", actor_class=Plain, resources=CPU, ray_options=options)
+        assert "the agent train-worker-00 exists" in again["reason"]
+        more = scheduler.submit(
+            task_id="o", pool="named", actor_class=Plain, resources=CPU, ray_options={"name": "o", "max_concurrency": 2}
+        )["agent"]
+        assert more["kind"] == "actor"
+        scheduler.complete("train-00")
+        with pytest.raises(InputError, match="train-worker-00"):
+            scheduler.get_actor("train-worker-00")
+
+
 def test_the_constructors_name_and_labels_are_filled_in(scheduler: SimpleScheduler, ray: Any) -> None:
     scheduler.ensure_pool("named", resources={"cpu": 2})
     asked = {"pool": "named", "actor_class": RLHFWorker, "resources": CPU, "labels": {"role": "x"}}

@@ -214,7 +214,11 @@ class NumpyModel:
 
 
 class TorchModel:
-    """The same model in PyTorch, with autograd, on the GPU of this process if it has one."""
+    """The same model in PyTorch, with autograd, on the GPU of this process if it has one.
+
+    Adam is written out: the first optimiser of `torch.optim` in a process imports TorchDynamo, which takes longer than
+    PyTorch itself, and a newcomer would train that much later.
+    """
 
     def __init__(self, hidden: int = HIDDEN) -> None:
         import torch
@@ -225,7 +229,9 @@ class TorchModel:
         self._place = torch.device("cuda" if has_gpu else "cpu")
         self.device = "GPU" if has_gpu else "CPU"
         self._weights = [self._leaf(weight) for weight in first_weights(hidden)]
-        self._adam = self._optimiser()
+        self._first = [torch.zeros_like(weight) for weight in self._weights]
+        self._second = [torch.zeros_like(weight) for weight in self._weights]
+        self._applied = 0
 
     def gradients(self, inputs: Array, targets: Array) -> GradientShare:
         torch = self._torch
@@ -238,41 +244,28 @@ class TorchModel:
         return GradientShare(len(inputs), float(loss.detach()), tuple(gradient.cpu().numpy() for gradient in found))
 
     def apply(self, gradients: Sequence[Array]) -> None:
-        for weight, gradient in zip(self._weights, gradients, strict=True):
-            weight.grad = self._tensor(gradient)
-        self._adam.step()
+        self._applied += 1
+        by_1, by_2 = 1 - DECAY_1**self._applied, 1 - DECAY_2**self._applied
+        moments = zip(self._weights, self._first, self._second, gradients, strict=True)
+        with self._torch.no_grad():
+            for weight, first, second, values in moments:
+                gradient = self._tensor(values)
+                first.lerp_(gradient, 1 - DECAY_1)
+                second.mul_(DECAY_2).addcmul_(gradient, gradient, value=1 - DECAY_2)
+                weight -= RATE * (first / by_1) / ((second / by_2).sqrt() + TINY)
 
     def state(self) -> dict[str, Any]:
-        known = [self._adam.state.get(weight, {}) for weight in self._weights]
-        return {
-            "weights": [weight.detach().cpu().numpy().copy() for weight in self._weights],
-            "first": [
-                self._moment(weight, state, "exp_avg") for weight, state in zip(self._weights, known, strict=True)
-            ],
-            "second": [
-                self._moment(weight, state, "exp_avg_sq") for weight, state in zip(self._weights, known, strict=True)
-            ],
-            "applied": int(known[0].get("step", 0)),
-        }
+        kept = {"weights": self._weights, "first": self._first, "second": self._second}
+        arrays = {key: [value.detach().cpu().numpy().copy() for value in values] for key, values in kept.items()}
+        return {**arrays, "applied": self._applied}
 
     def load(self, state: dict[str, Any]) -> None:
         self._weights = [self._leaf(weight) for weight in state["weights"]]
-        self._adam = self._optimiser()
-        for weight, first, second in zip(self._weights, state["first"], state["second"], strict=True):
-            self._adam.state[weight] = {
-                "step": self._torch.tensor(float(state["applied"])),
-                "exp_avg": self._tensor(first),
-                "exp_avg_sq": self._tensor(second),
-            }
-
-    def _optimiser(self) -> Any:
-        return self._torch.optim.Adam(self._weights, lr=RATE, betas=(DECAY_1, DECAY_2), eps=TINY)
+        self._first, self._second = ([self._tensor(array) for array in state[key]] for key in ("first", "second"))
+        self._applied = state["applied"]
 
     def _leaf(self, values: Array) -> Any:
         return self._tensor(values).requires_grad_(True)
 
     def _tensor(self, values: Array) -> Any:
         return self._torch.tensor(np.asarray(values), dtype=self._torch.float64, device=self._place)
-
-    def _moment(self, weight: Any, state: dict[str, Any], key: str) -> Array:
-        return state[key].detach().cpu().numpy().copy() if key in state else np.zeros(tuple(weight.shape))

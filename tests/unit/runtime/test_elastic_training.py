@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -119,3 +121,13 @@ def test_the_seconds_of_a_report_are_those_of_the_work_alone(monkeypatch: pytest
     member = ElasticTrainer("numpy", rows=30, slow_s=5.0)
     report = member.commit(1, [member.compute(1)])
     assert (now[0], report.seconds) == (5.0, 0.0)
+
+
+def test_a_newcomer_need_not_import_what_takes_longer_than_pytorch_itself() -> None:
+    pytest.importorskip("torch")
+    program = (
+        "import sys; from trimtab.demos.elastic_training import ElasticTrainer; member = ElasticTrainer('torch');"
+        "member.load(member.save()); member.commit(1, [member.compute(1)]); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "False\n"

@@ -51,6 +51,7 @@ SLOTS_S = 10.0  # for reserved slots to be ready before `ensure_pool` returns
 SNAPSHOT_S = 5.0  # for the controller to report the process of a task
 POLL_S = 0.01
 METRIC_ALIAS = "schedulemesh"
+_NAME_OPTIONS = {"name", "namespace", "lifetime"}
 
 
 class SimpleScheduler:
@@ -71,9 +72,11 @@ class SimpleScheduler:
         dashboard: bool = False,
         start_timeout: float = 600.0,
         metric_aliases: bool = False,
+        warm_names: bool = False,
     ) -> None:
         """`dashboard` starts Ray's dashboard with a Ray that is started here; `metric_aliases` exports the metrics that
-        ScheduleMesh has under its names too (`ray_schedulemesh_...`)."""
+        ScheduleMesh has under its names too (`ray_schedulemesh_...`). With `warm_names` a task whose Ray options are
+        a name alone starts in a warm process, and `get_actor` finds it by that name instead of `ray.get_actor`."""
         alias: dict[str, Any] = {"metric_alias": METRIC_ALIAS} if metric_aliases else {}
         self.session = connect(
             address, name, journal_dir, state_dir, cpus=cpus, metrics_port=metrics_port, dashboard=dashboard, **alias
@@ -81,6 +84,7 @@ class SimpleScheduler:
         self.name = name
         self.how = self.session.how
         self._start_timeout_s = start_timeout
+        self._warm_names = warm_names
         self._preemption = PreemptionSettings()
         self._closed = False
 
@@ -238,6 +242,13 @@ class SimpleScheduler:
         """
         return self._end(name, lambda task: (task.complete if force else task.cancel)(keep_slot=not destroy_pg))
 
+    def get_actor(self, name: str) -> Any:
+        """The handle of the running task of this name (its agent's or its own); InputError if there is none."""
+        handle = handle_of(self.session._ray, self._find_task(word_of("a task", name), agents=True))
+        if handle is None:
+            raise InputError(f"task {name} does not run", hint="`list_agents()` shows those that do")
+        return handle
+
     # ---- listing -------------------------------------------------------------------------------------------------
 
     def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> Answer:
@@ -310,6 +321,9 @@ class SimpleScheduler:
         facts: Answer = {"task_id": spec.task_id, "pool": spec.pool}
         try:
             session = self._open()
+            options = dict(mapping_of("ray_options", spec.ray_options))
+            if self._warm_names and spec.agent_name is None and {"name"} <= set(options) <= _NAME_OPTIONS:
+                spec = dataclasses.replace(spec, agent_name=options.pop("name"))
             where = f"task {word_of('task_id', spec.task_id)}"
             pool = session.pool(word_of("the name of a pool", spec.pool))
             agent = self._agent_name(spec, session)
@@ -323,7 +337,7 @@ class SimpleScheduler:
                 resources=in_bytes(spec.resources, where),
                 priority=spec.priority,
                 labels=labels if agent == spec.task_id else {**labels, AGENT_LABEL: agent},
-                ray_options=mapping_of("ray_options", spec.ray_options),
+                ray_options=options,
                 estimate_s=spec.estimated_duration,
                 preemptible=None if spec.auto_register else False,
                 wait_s=0.0,
