@@ -6,8 +6,12 @@ started for usage statistics even without a dashboard, and agents that read /pro
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from typing import Any
+
+from waiting import GUARD_S
 
 QUIET = {
     "RAY_prestart_worker_first_driver": "0",  # a worker process costs half a second of CPU
@@ -22,6 +26,7 @@ def make_lean() -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
+        from ray._private import services
         from ray._private.node import Node
         from ray._private.parameter import RayParams
     except ImportError:  # environments of engines have none
@@ -37,4 +42,14 @@ def make_lean() -> None:
         else:
             serve(self, include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
 
+    def get_node(*arguments: Any) -> Any:
+        """As Ray's, whose starting node gives a raylet 30 s to register, which are too few on a crowded machine."""
+        end = time.monotonic() + GUARD_S
+        while time.monotonic() < end:
+            with contextlib.suppress(RuntimeError):
+                return look(*arguments)
+            time.sleep(0.1)
+        return look(*arguments)
+
+    look, services.get_node = services.get_node, get_node
     RayParams.update_if_absent, Node.start_api_server = update_if_absent, start_api_server

@@ -131,6 +131,11 @@ class Lingering(Noting):
         time.sleep(1.0)
 
 
+class Well(Bare):
+    def health(self) -> bool:
+        return True
+
+
 class Unwell(Bare):
     def health(self) -> str:
         return "the disk is full"

@@ -8,9 +8,8 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.client.task import TaskFailedError
 from trimtab.runtime.rayapi.connect import connected
+from waiting import until
 
 WAIT_S = 240.0
 
@@ -69,14 +69,6 @@ session.close()
 def cluster() -> Iterator[Any]:
     with connected(cpus=8) as ray:
         yield ray
-
-
-def until(true: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def client(

@@ -127,7 +127,16 @@ def test_a_wait_that_is_too_long_ends_with_the_words_that_verl_looks_for(two: li
     run(story())
 
 
-def test_a_server_that_verl_takes_out_gets_nothing_more_and_its_turns_end_by_themselves(two: list[LlamaServer]) -> None:
+def test_a_server_that_verl_takes_out_gets_nothing_more_and_its_turns_end_by_themselves(
+    two: list[LlamaServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_once(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def remove(*_: Any, **__: Any) -> None:
+            monkeypatch.undo()
+            raise ValueError("a surprise")
+
+        monkeypatch.setattr(pool, "remove", remove)
+
     async def story() -> None:
         handles = addresses(two)
         gone, stays = handles
@@ -135,6 +144,7 @@ def test_a_server_that_verl_takes_out_gets_nothing_more_and_its_turns_end_by_the
             held = {}
             for name in "abcd":
                 held[name], _ = await balancer.acquire_server(name)
+            fails_once(balancer._pool, monkeypatch)
             await balancer.remove_servers([gone])
             assert await balancer.get_all_servers() == [stays]
             after = {(await balancer.acquire_server(f"later{at}"))[0] for at in range(6)}

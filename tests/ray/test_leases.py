@@ -19,6 +19,7 @@ from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.controller.clients import LEASE_S, ClientLeases, ClientProcess, is_alive_here, this_process
 from trimtab.runtime.procs.processes import born
 from trimtab.runtime.rayapi.connect import RayConnection, connected
+from waiting import until
 
 HERE = ClientProcess("node", "boot", 1, 10, 1.0)
 
@@ -173,12 +174,3 @@ def test_a_client_that_holds_the_gil_for_many_leases_keeps_its_tasks_until_it_di
         client.communicate(timeout=60)
     assert session.task("own").wait("cancelled", timeout=60).value == "cancelled"
     assert "CLIENT_DIED" in str(session.explain("own").reason)
-
-
-def until(true: Any, timeout_s: float = 120.0) -> None:
-    pause = threading.Event()
-    for _ in range(int(timeout_s / 0.05)):
-        if true():
-            return
-        pause.wait(0.05)
-    raise AssertionError("it did not come true in time")

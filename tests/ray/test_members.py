@@ -760,6 +760,39 @@ def test_a_node_s_agent_without_file_descriptors_calls_no_living_process_dead(mo
     asyncio.run(story())
 
 
+def test_a_dead_raylet_takes_its_processes_along_also_where_descriptors_had_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, refused, left = os.pidfd_open, [], asyncio.Event()
+
+    def full(pid: int, flags: int = 0) -> int:
+        if len(refused) < 3:
+            refused.append(pid)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(pid, flags)
+
+    async def story() -> None:
+        raylet = subprocess.Popen(["sleep", "600"])
+        monkeypatch.setattr(os, "pidfd_open", full)
+        monkeypatch.setattr(os, "getppid", lambda: raylet.pid)
+        monkeypatch.setattr(os, "_exit", lambda status: left.set())
+        agent = NodeAgent(f"c-{uuid.uuid4().hex[:6]}", "node")
+        try:
+            await agent.hello()
+            await until_async(lambda: len(refused) == 3)
+            raylet.kill()
+            await asyncio.to_thread(raylet.wait)
+            await asyncio.wait_for(left.wait(), WAIT_S)
+        finally:
+            raylet.kill()
+            raylet.wait()
+            assert agent._heartbeat is not None
+            agent._heartbeat[0].close()
+            await agent.leave()
+
+    asyncio.run(story())
+
+
 def test_what_lost_nodes_left_on_disk_is_removed_unless_something_there_is_alive() -> None:
     place = run_dir("some", "node").parent
     facts = {"dead": {"pid": os.getpid(), "born": 1.0}, "alive": {"pid": os.getpid(), "born": born(os.getpid())}}

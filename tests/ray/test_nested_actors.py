@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ray import cloudpickle
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.client.session import Pool, Session, Task, connect
+from waiting import until
 
 WAIT_S = 240.0
 
@@ -54,14 +54,6 @@ def pool(session: Session) -> Iterator[Pool]:
         if seen.state.value == "running":
             session.task(seen.id).cancel()
             session.task(seen.id).wait("ended", WAIT_S)
-
-
-def until(true: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def exists(pid: int) -> bool:

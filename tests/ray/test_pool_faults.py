@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, Task, connect
 from trimtab.runtime.client.task import TaskFailedError, TaskTimeoutError
 from trimtab.runtime.rayapi.connect import connected
+from waiting import until
 
 CPU = {"cpu": 1}
 LONG_S = 120.0  # for what takes a moment on a calm machine
@@ -39,15 +40,6 @@ def own_session(**settings: Any) -> Iterator[Session]:
         yield session
     finally:
         session.shutdown()
-
-
-def until(true: Callable[[], Any], timeout_s: float = LONG_S) -> Any:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def exists(pid: int) -> bool:

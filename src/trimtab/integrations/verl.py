@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 from array import array
@@ -40,6 +41,7 @@ from trimtab.runtime.engines.engine import (
     EngineState,
     NotSupportedError,
 )
+from trimtab.runtime.procs.background import NEVER_GIVE_UP
 from trimtab.runtime.rollout.leases import Lease
 from trimtab.runtime.rollout.pool import RolloutPool
 
@@ -114,7 +116,6 @@ class Balancer:
         self._groups: OrderedDict[str, str] = OrderedDict()  # by request, least recently used first
         self._generation = 0  # of groups: raised when the cache is cleared
         self._incarnations = Counter[str]()
-        self._leaving: set[asyncio.Task[None]] = set()
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 
@@ -223,9 +224,8 @@ class Balancer:
 
     def _retire(self, pool: RolloutPool, server: BalancedServer) -> None:
         pool.take(server.worker, self._settings.lease_s, REMOVED, forced=True)  # no new turns from now on
-        task = asyncio.get_running_loop().create_task(self._remove_when_idle(pool, server))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        remove = functools.partial(self._remove_when_idle, pool, server)
+        pool.background.start(f"remove {server.server}", remove, policy=NEVER_GIVE_UP)
 
     async def _remove_when_idle(self, pool: RolloutPool, server: BalancedServer) -> None:
         """Retry until removed: verl ends the turns, so this takes as long as they do."""
@@ -297,9 +297,6 @@ class Balancer:
 
     async def close(self) -> None:
         """Stop the pool; the servers keep running."""
-        for task in list(self._leaving):
-            task.cancel()
-        await asyncio.gather(*self._leaving, return_exceptions=True)
         if self._pool is not None:
             await self._pool.stop()
 

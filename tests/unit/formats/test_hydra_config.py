@@ -227,20 +227,30 @@ def test_no_file_makes_anything_but_a_clear_error(
                     dialect.read(read, MEASURED)
 
 
+EXAMPLES = "../../examples"
 CONFIGS = {
     "verl": ("verl_sync.yaml", ["trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size"]),
     "rlinf": ("rlinf_embodied.yaml", ["cluster.num_nodes", "++cluster.num_gpus_per_node", "data.env_num"]),
     "nemo_rl": ("nemo/base.yaml", ["cluster.num_nodes", "cluster.gpus_per_node", "grpo.num_prompts_per_step"]),
     "openrlhf": (
-        "../../examples/logs/openrlhf.yaml",
+        f"{EXAMPLES}/logs/openrlhf.yaml",
         ["++actor.num_nodes", "++actor.num_gpus_per_node", "++vllm.num_engines", "++vllm.tensor_parallel_size"],
     ),
+    "slime": (f"{EXAMPLES}/frameworks/slime.yaml", ["actor_num_nodes", "rollout_num_gpus_per_engine"]),
+    "skyrl": (
+        f"{EXAMPLES}/frameworks/skyrl.yaml",
+        ["++trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines"],
+    ),
+    "prime_rl": (f"{EXAMPLES}/frameworks/prime_rl.toml", ["deployment.num_infer_gpus", "orchestrator.batch_size"]),
+    "areal": (f"{EXAMPLES}/logs/areal.yaml", ["cluster.n_nodes", "cluster.n_gpus_per_node"]),
+    "roll": (f"{EXAMPLES}/logs/roll.yaml", ["num_gpus_per_node", "rollout_batch_size"]),
+    "trl": (f"{EXAMPLES}/logs/trl.yaml", ["num_processes", "num_generations"]),
 }
 EVERYTHING = Profile(
     "x",
     tuple(
         ComponentProfile(name, ((8, 10.0),))
-        for name in ("rollout", "generation", "policy", "logprobs", "actor", "env", "update_actor", "old_log_prob")
+        for name in ("rollout", "generation", "policy", "logprobs", "actor", "env", "update_actor", "old_log_prob", "trainer")
     ),
 )
 

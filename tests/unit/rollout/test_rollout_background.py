@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,16 +35,9 @@ from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.store import journal as journal_file
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS, read_journal
+from waiting import until_async
 
 WELL = Reason(ReasonCode.sent, "as asked")
-
-
-async def until(true: Callable[[], Any], within_s: float = 50.0) -> None:
-    async def wait() -> None:
-        while not true():
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(wait(), within_s)
 
 
 def row(pool: RolloutPool, name: str) -> dict[str, Any] | None:
@@ -68,7 +60,7 @@ def test_an_engine_is_looked_after_again_after_a_surprise() -> None:
             return await really()
 
         engine.ready = ready  # type: ignore[method-assign]
-        await until(lambda: not left[0])
+        await until_async(lambda: not left[0])
         failed = row(scene.pool, f"watch {worker}")
         assert failed is not None
         assert failed["last_error"] == "ValueError: a surprise"
@@ -88,11 +80,11 @@ def test_an_engine_that_can_never_be_looked_at_is_lost_and_not_active_for_ever()
         scene.pool.background._policy = RestartPolicy(max_failures=2, backoff_s=0.01)
         engine.ready = ready  # type: ignore[union-attr,method-assign]
         scene.pool._core.handles[scene.names[0]].health_task.cancel()  # type: ignore[union-attr]
-        await until(lambda: scene.pool._core.handles[scene.names[0]].health_task.done())  # type: ignore[union-attr]
+        await until_async(lambda: scene.pool._core.handles[scene.names[0]].health_task.done())  # type: ignore[union-attr]
         scene.pool._health.begin(scene.names[0])
         await scene.becomes(0, WorkerState.lost, within_s=50)
         assert "a surprise" in scene.reason(0)
-        await until(lambda: (row(scene.pool, f"watch {scene.names[0]}") or {}).get("state") == "failed")
+        await until_async(lambda: (row(scene.pool, f"watch {scene.names[0]}") or {}).get("state") == "failed")
 
     play(act, kinds=("vllm",))
 
@@ -123,7 +115,7 @@ async def test_an_instruction_that_cannot_be_carried_out_does_not_drop_the_other
     core.listeners.append(lambda what, now: cast(None, 1 / 0))
     core.handle_event(e.WorkerReturned("a"))
     assert done == ["a", "b"]
-    await until(lambda: {e.ActionFailed, e.RolloutTick} <= set(map(type, told)))
+    await until_async(lambda: {e.ActionFailed, e.RolloutTick} <= set(map(type, told)))
     [failed] = [one for one in told if isinstance(one, e.ActionFailed)]
     assert (failed.worker, failed.attempt) == ("a", 3)
     assert "a surprise" in failed.why
@@ -146,7 +138,7 @@ async def test_a_tick_that_fails_is_told_again() -> None:
 
     core = RolloutCore(cast(RolloutMachine, Machine()))
     core._arm()
-    await until(lambda: len(ticks) == 3)
+    await until_async(lambda: len(ticks) == 3)
     assert core.counters["ticks_failed"] == 2
 
 
@@ -200,7 +192,7 @@ def test_an_act_that_ends_in_a_surprise_has_failed() -> None:
         engine = scene.pool.engine(scene.names[0])
         engine.sleep = surprise  # type: ignore[union-attr,method-assign]
         scene.pool.drain(scene.names[0], 0.0)
-        await until(lambda: any(isinstance(one, e.ActionFailed) for one in heard))
+        await until_async(lambda: any(isinstance(one, e.ActionFailed) for one in heard))
         [failed] = [one for one in heard if isinstance(one, e.ActionFailed)]
         assert "a surprise" in failed.why
 
@@ -230,7 +222,7 @@ def test_an_act_that_no_task_carries_out_has_failed() -> None:
         before = core.handlers[e.WorkerAction]
         core.handlers[e.WorkerAction] = lambda act: core.handlers.update({e.WorkerAction: before})
         scene.pool.drain(scene.names[0], 0.0)
-        await until(lambda: any(isinstance(one, e.ActionFailed) for one in heard))
+        await until_async(lambda: any(isinstance(one, e.ActionFailed) for one in heard))
         assert core.counters["reconciled"] == 1
 
     play(act, kinds=("vllm", "vllm"), rules=RolloutRules(sleep_s=10_000.0), reconcile_s=0.05)

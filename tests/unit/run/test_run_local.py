@@ -27,7 +27,7 @@ from trimtab.core.reasons import ReasonCode
 from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
 from trimtab.plan.placement.order import BatchStep, PlanAction
 from trimtab.runtime.run.emulated import Disturbance, VirtualClock
-from trimtab.runtime.run.executor import Executor
+from trimtab.runtime.run.executor import BegunCall, CallResult, Executor
 from trimtab.runtime.run.folder import RunFolder, read_run
 from trimtab.runtime.run.iteration import Checkpointer, IterationRunner
 from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
@@ -632,3 +632,38 @@ def test_acts_end_while_states_are_deleted(tmp_path: Path, monkeypatch: pytest.M
     end = Run(noting(job, iterations=4), tmp_path / "run", InThreads(), plan=any_separate(job)).run()
     assert end.state == "done"
     assert waited == [True]
+
+
+def test_acts_end_while_a_component_is_asked_how_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = chain(staleness=1, gpus=3)
+    perform, ended, give_up_s = IterationRunner.perform, threading.Event(), time.monotonic() + 60
+
+    def act(self: IterationRunner, act: PlanAction, now_s: float) -> float:
+        took_s = perform(self, act, now_s)
+        if isinstance(act, BatchStep) and (act.component, act.iteration) == ("rollout", 3):
+            ended.set()
+        return took_s
+
+    class Asked(BegunCall):
+        """Over when the rollout of iteration 3 is."""
+
+        def poll(self) -> CallResult | None:
+            assert time.monotonic() < give_up_s, "nothing went on meanwhile"
+            return super().poll() if ended.is_set() else None
+
+        def wait(self) -> None:
+            raise AssertionError("it was waited for")
+
+    class Slow(InThreads):
+        def begin(self, name: str, method: str, *arguments: object) -> BegunCall:
+            call = super().begin(name, method, *arguments)
+            done = call.poll()
+            assert done is not None
+            return Asked(done) if (name, method) == ("reward", "health") else call
+
+    monkeypatch.setattr(IterationRunner, "perform", act)
+    run = noting(job, iterations=4)
+    run = replace(run, parts={**run.parts, "reward": ComponentCode("run_parts:Well")})
+    end = Run(run, tmp_path / "run", Slow(), plan=any_separate(job)).run()
+    assert end.state == "done"
+    assert [event["iteration"] for event in events(tmp_path / "run", "saved")] == [1, 2, 3, 4]

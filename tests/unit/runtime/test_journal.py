@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +39,7 @@ from trimtab.runtime.store.journal import (
     JournalVersionError,
     read_journal,
 )
+from waiting import until
 
 EVENTS: list[PoolEvent] = [
     NodeJoined("n0", Resources.of(cpu=8, memory=2**33), Resources.of(cpu=0.5), (("zone", "a"),)),
@@ -306,14 +306,6 @@ def test_a_snapshot_that_cannot_be_written_loses_nothing_of_what_waits_to_be(
     journal.append(3.0, PoolTick())
     journal.close()
     assert read_journal(tmp_path).events == ((1.0, PoolTick()), (3.0, PoolTick()))
-
-
-def until(true: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if true():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not come true in time")
 
 
 def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class NodeAgent:
     async def hello(self) -> dict[str, Any]:
         """Facts of this agent and its node."""
         if self._fence is None:
-            self._fence = asyncio.create_task(self._exit_with_raylet(os.getppid()))
+            self._fence = self._background.start("raylet", functools.partial(self._exit_with_raylet, os.getppid()))
         if self._heartbeat is None:
             self._heartbeat = await serve_heartbeats(_address())
         facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
