@@ -82,6 +82,7 @@ class Client:
     sends: int = 0
     workers: set[str] = field(default_factory=set)  # it was sent to
     answers: list[e.AnswerRequest | e.RefuseRequest] = field(default_factory=list)
+    asked_at: float = 0.0
     passed_on: bool = False  # others aborted it
     murky: bool = False  # an engine whose weights changed unseen worked on it
     gap: int = 0  # the attempt of which the machine knows that some tokens cannot be named
@@ -95,6 +96,7 @@ class RolloutWorld:
         self.machine = RolloutMachine(rules, elastic)
         self.now = 0.0
         self.version = rules.version
+        self.abort_heard = -1.0  # by others, at an engine
         self.engines: dict[str, Engine] = {}
         self.clients: dict[str, Client] = {}
         self.mail: deque[tuple[Any, list[int] | None]] = deque()  # news, and the tokens that came with it
@@ -153,6 +155,8 @@ class RolloutWorld:
             self.clients[event.request].gap = event.attempt
             self.counted["gaps"] += 1
         on_purpose = isinstance(event, e.AbortedExternally) and self._is_current(event.request, event.attempt)
+        if on_purpose:
+            self.abort_heard = self.now + 0.01
         self.tell(event)
         if on_purpose:
             client = self.clients[event.request]
@@ -255,6 +259,8 @@ class RolloutWorld:
         assert answer.tokens <= client.spec.max_tokens
         if not source.murky:
             assert answer.spans == spans_of(source.tokens[: answer.tokens]), "spans"
+        if answer.end is End.abort:
+            assert source.asked_at <= self.abort_heard, "aborted, and by nobody"
         if answer.end in (End.stop, End.length):
             assert answer.tokens == self._length(source.spec) or answer.tokens == source.spec.max_tokens, "cut short"
             assert source.spec.spans or source.murky or len(answer.spans) == 1, "spans versions, and may not"
@@ -338,7 +344,7 @@ class RolloutWorld:
         self.numbers += 1
         name = f"r{self.numbers}"
         spec = RequestSpec(name, how.pop("prompt_tokens", 50), how.pop("max_tokens", 30), **how)
-        self.clients[name] = Client(spec)
+        self.clients[name] = Client(spec, asked_at=self.now)
         out = self.tell(e.RequestArrived(spec))
         if not out and self.machine.request(name) is None:
             del self.clients[name]  # a wrong ask

@@ -170,6 +170,48 @@ def test_an_abort_of_others_is_passed_on_with_its_tokens_and_never_tried_again()
     assert (answer.end, answer.tokens, answer.reason.code) == (End.abort, 7, ReasonCode.passed_on)
 
 
+def test_what_waits_is_answered_too_when_others_abort_all_that_their_engines_run() -> None:
+    bench = Bench(2, spec={"limit": 2})
+    for number in range(8):
+        bench.ask(f"r{number}")
+    on = {
+        name: [one for one in (f"r{number}" for number in range(4)) if bench.send(one).worker == name]
+        for name in ("w0", "w1")
+    }
+    assert [len(names) for names in on.values()] == [2, 2]
+    for name in (*on["w0"], on["w1"][0]):
+        assert sent(bench.tell(e.AbortedExternally(name, 1, 7), 0.1)) == {}, "it may be aborting all"
+    assert not bench.answers("r4")
+    bench.wait(0.1)
+    bench.ask("later")
+    out = bench.tell(e.AbortedExternally(on["w1"][1], 1, 7), 0.1)
+    assert {one.request: (one.end, one.tokens) for one in out if isinstance(one, e.AnswerRequest)} == {
+        on["w1"][1]: (End.abort, 7), **{f"r{number}": (End.abort, 0) for number in range(4, 8)}
+    }  # fmt: skip
+    assert set(sent(out)) == {"later"}
+
+
+def test_what_waits_goes_on_where_others_abort_only_some_or_pause_the_engine() -> None:
+    bench = Bench(1, spec={"limit": 2})
+    for number in range(4):
+        bench.ask(f"r{number}")
+    assert sent(bench.tell(e.AbortedExternally("r0", 1, 7))) == {}
+    assert sent(bench.wait(2.0)) == {"r2": "w0"}
+    bench.ask("r4")
+    assert sent(bench.tell(e.AttemptFinished("r1", 1, 9, End.stop, 0))) == {"r3": "w0"}
+    assert sent(bench.tell(e.AbortedExternally("r2", 1, 7, paused=True))) == {"r4": "w0"}
+
+
+def test_an_engine_that_was_aborted_takes_new_requests_while_another_goes_on() -> None:
+    bench = Bench(2, spec={"limit": 1})
+    for number in range(3):
+        bench.ask(f"r{number}")
+    worker = bench.send("r0").worker
+    bench.tell(e.AbortedExternally("r0", 1, 0))
+    assert not bench.answers("r2")
+    assert sent(bench.wait(2.0)) == {"r2": worker}
+
+
 def test_news_of_an_old_attempt_changes_nothing() -> None:
     bench = Bench()
     bench.ask()

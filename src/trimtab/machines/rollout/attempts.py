@@ -1,6 +1,10 @@
 """News of attempts: tokens, ends, failures, aborts, and silence.
 
 News of an attempt that is not the current one of its request frees its place on the worker and does nothing else.
+
+Where another client aborts all requests of all engines, it means those that wait here, too: in the engines' own queues
+they would be aborted. So nothing is sent to an engine for a moment after such an abort. If all that serve are in that
+moment and empty, what waits since before is answered as aborted; an engine that goes on with others takes new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from trimtab.machines.rollout.records import RolloutRequest, RolloutWorker, Sent
 from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.machines.rollout.workers import WorkerTransitions
-from trimtab.model.rollout import End, RequestState
+from trimtab.model.rollout import End, RequestState, WorkerState
+
+ABORT_HOLD_S = 1.0  # between two aborts of one call
 
 
 class AttemptEvents:
@@ -87,21 +93,46 @@ class AttemptEvents:
 
     @on(e.AbortedExternally)
     def aborted_elsewhere(self, event: e.AbortedExternally) -> None:
-        self._aborted(event, event.why or "it was aborted on the engine by another client")
+        worker = self._aborted(event, event.why or "it was aborted on the engine by another client")
+        if worker is not None and not event.paused:
+            state = self.state
+            if worker.hold_until is None:
+                worker.aborted_at = state.now
+            worker.hold_until = state.now + ABORT_HOLD_S
+            state.update_lane(worker)
+            state.touch("w", worker.id)
+            self._abort_waiting()
 
     @on(e.AbortDone)
     def abort_done(self, event: e.AbortDone) -> None:
         self._aborted(event, "it was aborted on the engine by another client")
 
-    def _aborted(self, event: e.AbortedExternally | e.AbortDone, why: str) -> None:
+    def _aborted(self, event: e.AbortedExternally | e.AbortDone, why: str) -> RolloutWorker | None:
+        """The worker, if another client aborted it."""
         found = self._end(event.request, event.attempt, event.tokens)
         if found is None:
-            return
-        request = found[0]
+            return None
+        request, _, worker = found
         if request.state is RequestState.moving:
             self.requests.requeue(request)  # engines do not name the client: this is trimtab's own abort
-        else:
-            self.requests.answer(request, RequestState.done, End.abort, Reason(ReasonCode.passed_on, why))
+            return None
+        self.requests.answer(request, RequestState.done, End.abort, Reason(ReasonCode.passed_on, why))
+        return worker
+
+    def _abort_waiting(self) -> None:
+        """Answer what waits, if all requests of all engines were aborted."""
+        state = self.state
+        serving = [worker for worker in state.workers_in(WorkerState.active) if worker.serves]
+        if not serving or any(worker.held or worker.hold_until is None for worker in serving):
+            return
+        began = max(worker.aborted_at for worker in serving)
+        reason = Reason(ReasonCode.passed_on, "another client aborted all requests of its engines while it waited")
+        for request in state.router.waiting():
+            if request.arrived <= began:
+                self.requests.answer(request, RequestState.done, End.abort, reason)
+        for worker in serving:
+            worker.hold_until = None
+            state.update_lane(worker)
 
     def late(self, key: str) -> None:
         """No token for too long, or an abort was not confirmed."""
@@ -180,3 +211,5 @@ class AttemptEvents:
         else:
             self.requests.drop_held(worker, worker.held[key])
             self.workers.settle(worker)
+            if worker.hold_until is not None:
+                self._abort_waiting()

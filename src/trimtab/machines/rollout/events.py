@@ -82,6 +82,7 @@ class AbortedExternally(RolloutEvent):
     attempt: int
     tokens: int
     why: str = ""
+    paused: bool = False  # by that client: what waits goes on after its resume
 
 
 @dataclass(frozen=True)

@@ -362,6 +362,9 @@ class WorkerHealth:
         if worker.load_fresh_until is not None and worker.load_fresh_until <= now:
             worker.load_fresh_until = None
             self.load_changed(worker)
+        if worker.hold_until is not None and worker.hold_until <= now:
+            worker.hold_until = None
+            state.update_lane(worker)
         if worker.action is not None and worker.action.deadline <= now:
             action = worker.action
             self.action_failed(e.ActionFailed(name, action.attempt, f"it took more than {now - action.since:.3g} s"))

@@ -65,6 +65,8 @@ class RolloutWorker:
     asleep: bool = False
     paused: bool = False  # by trimtab; no resume confirmed since
     paused_elsewhere: bool = False  # by another client: requests sent there would hang
+    aborted_at: float = 0.0  # when another client last began to abort requests there ...
+    hold_until: float | None = None  # ... and how long nothing is sent there: it may be aborting all of them
     unhealthy: bool = False  # by its last health check
     disabled: bool = False  # its refits or starts failed too often; not retried
     leaving: bool = False  # being removed
@@ -95,8 +97,12 @@ class RolloutWorker:
         return self.spec.id
 
     @property
-    def is_open(self) -> bool:
+    def serves(self) -> bool:
         return self.state is WorkerState.active and not self.paused and not self.paused_elsewhere
+
+    @property
+    def is_open(self) -> bool:
+        return self.serves and self.hold_until is None
 
     @property
     def outstanding_tokens(self) -> int:
@@ -109,10 +115,10 @@ class RolloutWorker:
 
     @property
     def due(self) -> float | None:
-        """When its action, drain, retry or load figures expire."""
+        """When its action, drain, retry, hold or load figures expire."""
         action_due = None if self.action is None else self.action.deadline
         drain_due = None if self.drain_expired else self.drain_deadline
-        return earliest(self.retry_at, self.load_fresh_until, action_due, drain_due)
+        return earliest(self.retry_at, self.load_fresh_until, self.hold_until, action_due, drain_due)
 
 
 @dataclass(eq=False)

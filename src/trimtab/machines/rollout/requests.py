@@ -114,14 +114,12 @@ class RequestTransitions:
     def version_changed(self) -> None:
         """Re-evaluate requests that ask for a version."""
         state = self.state
-        parked = sorted(state.parked.values(), key=lambda request: request.number)
         pinned = [
             request
-            for queue in state.router.queues.values()
-            for request in queue.waiting.values()
+            for request in state.router.waiting()
             if request.spec.version is not None or request.spec.at_least is not None
         ]
-        for request in sorted([*parked, *pinned], key=lambda request: request.number):
+        for request in sorted([*state.parked.values(), *pinned], key=lambda request: request.number):
             state.unpark(request)
             state.router.drop(request)
             self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {state.version}"))

@@ -215,6 +215,11 @@ class Router:
             queue.fresh.clear()
             queue.requeued = sorted((request.number, request.id) for request in queue.waiting.values())
 
+    def waiting(self) -> list[RolloutRequest]:
+        """In order of arrival."""
+        queued = (request for queue in self.queues.values() for request in queue.waiting.values())
+        return sorted(queued, key=lambda request: request.number)
+
     def _head(self) -> tuple[RequestQueue, RolloutRequest] | None:
         for queue in self._by_priority:
             waiting, fresh, requeued = queue.waiting, queue.fresh, queue.requeued

@@ -223,6 +223,11 @@ class GatedEngine:
         error.so_far = so_far
         return error
 
+    @property
+    def shut(self) -> bool:
+        """Whether nothing is sent to it: it is paused or asleep."""
+        return bool(self._closed_reason)
+
     def _require_open(self) -> None:
         if self._closed_reason:
             raise EnginePausedError(

@@ -416,7 +416,9 @@ class Dispatcher:
             end = End.stop if finish is FinishReason.stop else End.length
             return e.AttemptFinished(name, number, made, end, attempt.version)
         if finish is FinishReason.aborted_elsewhere:
-            return e.AbortedExternally(name, number, made)
+            handle = self._core.handles.get(attempt.worker)
+            paused = handle is not None and getattr(handle.engine, "shut", False)
+            return e.AbortedExternally(name, number, made, paused=paused)
         if attempt.aborting:
             return e.AbortDone(name, number, made)
         return self._attempt_failed(
