@@ -107,11 +107,16 @@ class Front:
 
 @asynccontextmanager
 async def front(
-    urls: Sequence[str], *, rules: RolloutRules = QUICK, limit: int = 8, **settings: Any
+    urls: Sequence[str],
+    *,
+    rules: RolloutRules = QUICK,
+    limit: int = 8,
+    deadlines: EngineDeadlines = DEADLINES,
+    **settings: Any,
 ) -> AsyncIterator[Front]:
     """A gateway before these engines."""
     async with contextlib.AsyncExitStack() as stack:
-        pool = RolloutPool(rules, look_s=0.1, deadlines=DEADLINES)
+        pool = RolloutPool(rules, look_s=0.1, deadlines=deadlines)
         await stack.enter_async_context(pool)
         for url in urls:
             await pool.attach(url, limit=limit)
