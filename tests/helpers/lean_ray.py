@@ -17,6 +17,7 @@ QUIET = {
     "RAY_prestart_worker_first_driver": "0",  # a worker process costs half a second of CPU
     "RAY_worker_niceness": "0",  # 15 by default: beside busy processes a worker then needs a minute to start
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
+    "RAY_agent_register_timeout_ms": "180000",  # 15 s by default, then the raylet ends: agents import for longer there
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
@@ -43,7 +44,7 @@ def make_lean() -> None:
             serve(self, include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
 
     def get_node(*arguments: Any) -> Any:
-        """As Ray's, whose starting node gives a raylet 30 s to register, which are too few on a crowded machine."""
+        """As Ray's, but for the raylet of a starting node, which Ray gives 30 s to register."""
         end = time.monotonic() + GUARD_S
         while time.monotonic() < end:
             with contextlib.suppress(RuntimeError):

@@ -15,6 +15,7 @@ from typing import Any
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.attempts import ABORT_HOLD_S
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
@@ -96,7 +97,8 @@ class RolloutWorld:
         self.machine = RolloutMachine(rules, elastic)
         self.now = 0.0
         self.version = rules.version
-        self.abort_heard = -1.0  # by others, at an engine
+        self.aborts_heard: dict[str, float] = {}  # by worker: the last one by others
+        self.about = ""  # the request of the event that is told
         self.engines: dict[str, Engine] = {}
         self.clients: dict[str, Client] = {}
         self.mail: deque[tuple[Any, list[int] | None]] = deque()  # news, and the tokens that came with it
@@ -119,6 +121,7 @@ class RolloutWorld:
         """One event, and all that must be true after it."""
         self.now += 0.01
         self.broken = True  # until all of it has been looked at
+        self.about = getattr(event, "request", "")
         self.served = {one.worker for one in self.machine.workers() if one.state is S.active}
         before = self.machine.dump() if isinstance(event, REFUSABLE) else None
         try:
@@ -156,7 +159,7 @@ class RolloutWorld:
             self.counted["gaps"] += 1
         on_purpose = isinstance(event, e.AbortedExternally) and self._is_current(event.request, event.attempt)
         if on_purpose:
-            self.abort_heard = self.now + 0.01
+            self.aborts_heard[self.clients[event.request].worker] = self.now + 0.01
         self.tell(event)
         if on_purpose:
             client = self.clients[event.request]
@@ -226,6 +229,7 @@ class RolloutWorld:
         home = next((one for one in self.machine.workers() if one.worker == self.sessions.get(session)), None)
         if session and home is not None and home.worker not in client.workers:  # it may have failed there
             takes = home.state is S.active and not home.paused and home.running + home.outside < home.spec.limit
+            takes = takes and self.aborts_heard.get(home.worker, -ABORT_HOLD_S) + ABORT_HOLD_S < self.now
             assert worker == home.worker or not takes, f"session {session} is on {home.worker}, and goes to {worker}"
             self.counted["sessions kept"] += worker == home.worker
             self.counted["sessions moved"] += worker != home.worker
@@ -259,8 +263,9 @@ class RolloutWorld:
         assert answer.tokens <= client.spec.max_tokens
         if not source.murky:
             assert answer.spans == spans_of(source.tokens[: answer.tokens]), "spans"
-        if answer.end is End.abort:
-            assert source.asked_at <= self.abort_heard, "aborted, and by nobody"
+        if answer.end is End.abort and self.about not in (answer.request, answer.of):  # it was in the queue
+            assert source.asked_at <= max(self.aborts_heard.values(), default=-1.0), "aborted, and by nobody"
+            self.counted["aborted in the queue"] += 1
         if answer.end in (End.stop, End.length):
             assert answer.tokens == self._length(source.spec) or answer.tokens == source.spec.max_tokens, "cut short"
             assert source.spec.spans or source.murky or len(answer.spans) == 1, "spans versions, and may not"

@@ -250,7 +250,17 @@ EVERYTHING = Profile(
     "x",
     tuple(
         ComponentProfile(name, ((8, 10.0),))
-        for name in ("rollout", "generation", "policy", "logprobs", "actor", "env", "update_actor", "old_log_prob", "trainer")
+        for name in (
+            "rollout",
+            "generation",
+            "policy",
+            "logprobs",
+            "actor",
+            "env",
+            "update_actor",
+            "old_log_prob",
+            "trainer",
+        )
     ),
 )
 

@@ -56,9 +56,10 @@ class EmbeddedRay:
 
         set_defaults()
         # Ray ends idle workers beyond the number of CPUs, which are few here, and starting one takes a second. On a
-        # busy machine the start of a node may take longer than Ray's default of 30 s.
+        # busy machine the start of a node may take longer than Ray's default of 30 s, and that of its agent than 15 s.
         os.environ.setdefault("RAY_num_workers_soft_limit", "24")
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+        os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
         with quiet():
             self._cluster = RayNodes()
             try:
