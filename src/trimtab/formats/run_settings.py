@@ -20,7 +20,7 @@ from trimtab.plan.estimate.serving import EngineReplica, weight_bytes
 from trimtab.plan.estimate.step import DYNAMIC_SAMPLING, PASSES, SEPARATE_FRACTION, SHARED_FRACTION, RunInputs
 from trimtab.plan.estimate.training import Trainer
 
-MODES = ("sync", "async", "colocate", "separate")
+MODES = ("sync", "async", "colocate", "separate", "colocate-async")
 FRAMEWORKS = ("verl", "nemo-rl", "openrlhf", "slime", "areal", "skyrl", "prime-rl", "rlinf", "trl", "roll")
 BACKENDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("openrlhf", "trl", "prime-rl"), ("fsdp",)),
@@ -109,7 +109,8 @@ class _Builder:
         transport = str(self.given.get("transport") or TRANSPORTS.get(framework, "broadcast"))
         if transport not in SYNCS:
             raise unknown(transport, SYNCS, where="command line: --transport")
-        staleness = self._number("staleness", 1.0 if mode == "async" else 0.0)
+        asynchronous = mode in ("async", "colocate-async")
+        staleness = self._number("staleness", float(asynchronous))
         fraction = self.rollout.get("memory") or self._fraction(shared=not apart)
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise InputError(
@@ -125,10 +126,10 @@ class _Builder:
             engine=engine,
             trainer=trainer,
             rollout_gpus=apart,
-            mode="async" if mode == "async" else "sync",
+            mode="async" if asynchronous else "sync",
             staleness=staleness,
-            partial=bool(self.given.get("partial")),
-            passes=PASSES[algorithm],
+            partial=bool(self.given.get("partial")) or mode == "colocate-async",
+            passes=tuple(name for name in PASSES[algorithm] if name != "old" or self.given.get("old_log_probs", True)),
             epochs=self._whole(self.train, "epochs", 1),
             memory_fraction=float(fraction),
             max_sequences=self._whole(self.rollout, "sequences", 1024),
@@ -239,7 +240,7 @@ class _Builder:
 
     def _apart(self, mode: str, gpus: int) -> int:
         value = self.given.get("rollout_gpus")
-        if mode in ("sync", "colocate") and value is None:
+        if mode in ("sync", "colocate", "colocate-async") and value is None:
             return 0
         if value is None:
             value = max(1, gpus // 2)

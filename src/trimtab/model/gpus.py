@@ -38,3 +38,7 @@ class GpuKind:
     def link(self, gpus: int) -> float:
         """Bytes per second between GPUs of a group of so many."""
         return (self.intra_node_gbs if gpus <= self.gpus_per_node else self.inter_node_gbs) * 1e9
+
+    def ring(self, gpus: int) -> float:
+        """The same of a collective over whole nodes, whose every GPU has a network card of its own."""
+        return min(self.intra_node_gbs * 1e9, self.link(gpus) * self.gpus_per_node)

@@ -60,6 +60,15 @@ class Lengths:
         """Mean length of the sequence that a token belongs to."""
         return sum((self.prompt + tokens) ** 2 * share for tokens, share in self.answers) / self.mean
 
+    def longest_of(self, samples: float) -> float:
+        """The longest sequence that is expected among so many."""
+        beyond, found = 1.0, self.answers[0][0]
+        for tokens, share in self.answers:
+            if beyond * samples <= 0.5:
+                break
+            beyond, found = beyond - share, tokens
+        return self.prompt + found
+
     def grid(self, samples: float) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """(tokens of each interval, its middle, share of answers alive in it), up to the longest of so many samples."""
         tokens = np.array([length for length, _ in self.answers])

@@ -45,7 +45,10 @@ DYNAMIC_SAMPLING = 3.0
 
 @dataclass(frozen=True)
 class RunInputs:
-    """One step's inputs. `rollout_gpus` 0 means that rollout and training share all GPUs."""
+    """One step's inputs. `rollout_gpus` 0 means that rollout and training share all GPUs.
+
+    Asynchronous on shared GPUs, a batch is trained on once it is complete: answers that are not go on after the update.
+    """
 
     model: Architecture
     gpu: GpuKind
@@ -147,7 +150,7 @@ def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
     slots, limit = slots_of(run.engine, run.lengths, run.memory_fraction, run.max_sequences, ENGINE_RESERVE_GB)
     concurrent = min(slots, run.decoded / engines)
     steady = 0.0
-    if run.mode != "sync" and run.rollout_gpus:
+    if run.mode != "sync" and (run.rollout_gpus or run.partial):
         steady = 1.0 if run.partial or run.staleness > 1 else c.async_steady
     seconds = rollout_seconds(run.engine, engines, run.decoded, run.lengths, slots, c, steady=steady)
     seconds *= c.rollout_factor
@@ -161,8 +164,9 @@ def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
 def _passes(run: RunInputs, c: Constants) -> list[Stage]:
     tokens, length = run.samples * (run.lengths.mean + run.image_tokens), run.lengths.squares
     updates = max(1.0, run.samples / run.train_batch) * run.epochs
-    forward = pass_time(run.trainer, tokens, length, 1.0, c, backward=False)
-    update = pass_time(run.trainer, tokens * run.epochs, length, updates, c, backward=True)
+    of_all, of_batch = (run.lengths.longest_of(each) for each in (run.samples, min(run.train_batch, run.samples)))
+    forward = pass_time(run.trainer, tokens, length, 1.0, c, backward=False, longest=of_all)
+    update = pass_time(run.trainer, tokens * run.epochs, length, updates, c, backward=True, longest=of_batch)
     stages = []
     for name in run.passes:
         if name == "critic":

@@ -56,8 +56,20 @@ class PassTime:
         return max(parts, key=parts.__getitem__)
 
 
-def pass_time(run: Trainer, tokens: float, length: float, updates: float, c: Constants, *, backward: bool) -> PassTime:
-    """A pass over so many tokens in sequences of `length`, in so many optimiser steps."""
+def pass_time(
+    run: Trainer,
+    tokens: float,
+    length: float,
+    updates: float,
+    c: Constants,
+    *,
+    backward: bool,
+    longest: float = 0.0,
+) -> PassTime:
+    """A pass over so many tokens in sequences of `length`, in so many optimiser steps.
+
+    A step takes as long as its fullest replica, which has the `longest` sequence of a batch at least.
+    """
     model, gpu = run.model, run.gpu
     forwards = 1.0
     if backward:
@@ -71,7 +83,8 @@ def pass_time(run: Trainer, tokens: float, length: float, updates: float, c: Con
     share = c.train_share * width / (width + c.narrow_hidden * gpu.flops(run.precision) / 1e15)
     rate = run.gpus * gpu.flops(run.precision)
     work = dense / share + experts / (share * c.expert_train_share) + scores / (share * c.attention_share)
-    compute = forwards * tokens * work / rate
+    uneven = max(1.0, longest / (tokens / updates / run.replicas))
+    compute = forwards * tokens * work / rate * uneven
     links = _link_seconds(run, tokens, updates, forwards, c) / c.train_link_share
     micro = max(1.0, tokens / updates / run.replicas / (run.micro_tokens * run.cp))
     bubble = (compute + links) * (run.pp - 1) / micro
@@ -97,5 +110,5 @@ def _link_seconds(run: Trainer, tokens: float, updates: float, forwards: float, 
         micros = tokens / run.gpus / run.micro_tokens if run.fsdp else updates
         times = max(1.0, micros) * (forwards if run.fsdp else 3.0 if forwards > 1 else 0.0)
         if group > 1:
-            seconds += times * held / gpu.link(group)
+            seconds += times * held / (gpu.ring(group) if run.fsdp else gpu.link(group))
     return seconds
