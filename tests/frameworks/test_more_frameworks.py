@@ -328,7 +328,11 @@ def mode_words(name: str, more: tuple[str, ...] = ()) -> dict[str, tuple[str, ..
     path = ROOT / "examples" / "frameworks" / name
     costs = {"rollout": 60.0, "inference": 10.0, "actor": 40.0, "policy": 40.0, "trainer": 40.0}
     profile = Profile("test", tuple(ComponentProfile(part, ((8, seconds),)) for part, seconds in costs.items()))
-    found = plan_modes(load(path, more, profile), lambda words: load(path, (*more, *words), profile))
+    present = load(path, more, profile)
+    space, outcome = best_plan(present.job, present.rules)
+    assert outcome.best is not None
+    plan = to_plan(space, outcome.best)
+    _, *found = plan_modes((present, None), plan, lambda words: (load(path, (*more, *words), profile), None))
     assert all(not mode.reason for mode in found), found
     return {mode.mode: mode.words for mode in found}
 
@@ -337,12 +341,17 @@ def test_slimes_own_checks_take_its_other_modes() -> None:
     data = yaml.safe_load((ROOT / "examples" / "frameworks" / "slime.yaml").read_text())
     own = [f"--{key.replace('_', '-')}={value}" for key, value in data.items() if key != "colocate"]
     cases = [
-        {"checkout": str(checkout("slime")), "script": "train_async.py", "words": [*own, "--num-rollout=9", *words]}
-        for words in mode_words("slime.yaml").values()
+        {
+            "checkout": str(checkout("slime")),
+            "script": "train.py" if mode == "partial rollout" else "train_async.py",
+            "words": [*own, "--num-rollout=9", *words],
+        }
+        for mode, words in mode_words("slime.yaml").items()
     ]
     answers = ask(".venv-skyrl", "slime_checks.py", cases)
-    assert len(answers) == 2
-    assert all("error" not in answer and answer["trainer"] + answer["rollout"] <= 16 for answer in answers), answers
+    assert len(answers) == 3
+    assert all("error" not in answer for answer in answers), answers
+    assert [answer["trainer"] + answer["rollout"] <= 16 for answer in answers] == [False, True, True]
 
 
 def test_skyrls_own_checks_take_its_other_modes() -> None:

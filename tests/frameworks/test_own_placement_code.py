@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shlex
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from test_corpus import checkout
 
-from dialect_plans import DATA, composed, plan_of, profile_of
+from dialect_plans import DATA, TRL, composed, plan_of, profile_of
+from trimtab.core.errors import InputError
 from trimtab.formats import write_back
+from trimtab.formats.frameworks.areal import Areal
 from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.frameworks.rlinf import Rlinf
+from trimtab.formats.frameworks.roll import Roll
+from trimtab.formats.frameworks.trl import Trl
 from trimtab.formats.frameworks.verl import Verl
+from trimtab.formats.loaded import LoadedJob
+from trimtab.formats.modes import plan_modes
 from trimtab.plan.placement.planner import plan_placement
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +51,8 @@ TRAINING = "old_log_prob ref update_actor"
 SECONDS = {"rollout": {16: 60.0}, "old_log_prob": {16: 10.0}, "ref": {16: 9.0}, "update_actor": {16: 40.0}}
 
 
-def ask(environment: str, script: str, cases: list[Any]) -> list[dict[str, Any]]:
-    python = ROOT / environment / "bin" / "python"
+def ask(environment: str, script: str, cases: list[Any], paths: str = "") -> list[dict[str, Any]]:
+    python = (ROOT / environment).resolve() / "bin" / "python"
     assert python.exists(), f"there is no {environment}: run tools/make-framework-envs"
     done = subprocess.run(
         [python, Path(__file__).parent / script],
@@ -50,6 +62,7 @@ def ask(environment: str, script: str, cases: list[Any]) -> list[dict[str, Any]]
         timeout=300,
         check=False,
         cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": paths} if paths else None,
     )
     line = next((text for text in done.stdout.splitlines() if text.startswith("ANSWERS")), None)
     assert line is not None, done.stderr[-2000:]
@@ -243,21 +256,70 @@ def test_verl_makes_the_planned_pools_from_the_overrides() -> None:
     assert "divisible" in ask(".venv-verl", "verl_pools.py", [bad])[0]["error"]
 
 
-def test_verl_starts_with_what_the_hint_to_plan_the_rollout_apart_says() -> None:
+def mode_words(read: Callable[[Sequence[str]], LoadedJob]) -> dict[str, tuple[str, ...]]:
+    """All words of each other mode."""
+    present = read(())
+    _, *found = plan_modes(
+        (present, None), plan_placement(present.job, present.rules).best, lambda words: (read(words), None)
+    )
+    assert found
+    assert all(not mode.reason for mode in found), found
+    return {mode.mode: tuple(shlex.split(" ".join(mode.words))) for mode in found}
+
+
+def test_verl_starts_in_its_other_modes() -> None:
     cases = []
     for nodes in (1, 2, 3):
-        given = [
-            f"trainer.nnodes={nodes}",
-            "data.train_batch_size=768",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=256",
-        ]
-        loaded = Verl.read(compose(DATA / "verl_sync.yaml", given), profile_of(SECONDS))
-        (said,) = [said for said in loaded.assumptions if "to plan it apart: " in said]
-        words = said.partition("to plan it apart: ")[2].split()
-        apart = Verl.read(compose(DATA / "verl_sync.yaml", [*given, *words]), profile_of(SECONDS))
-        plan = plan_placement(apart.job, apart.rules, current=apart.current).best
-        hint = [word for word in words if not word.startswith("++trimtab.")]
-        cases += [[*VERL[:2], *given, *hint], [*VERL[:2], *given, *hint, *write_back.overrides(apart.settings(plan))]]
-    for answer in ask(".venv-verl", "verl_pools.py", cases):
+        mini = ("data.train_batch_size=768", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
+        given = [f"trainer.nnodes={nodes}", *mini]
+
+        def read(words: Sequence[str], given: Sequence[str] = given) -> LoadedJob:
+            return Verl.read(compose(DATA / "verl_sync.yaml", [*given, *words]), profile_of(SECONDS))
+
+        cases += [[*VERL[:2], *given, *words] for words in mode_words(read).values()]
+    answers = ask(".venv-verl", "verl_pools.py", cases)
+    assert len(answers) == 6
+    for answer, words in zip(answers, cases, strict=True):
         assert "error" not in answer, answer["error"]
-        assert answer["rollout"]
+        assert bool(answer["rollout"]) == ("++trainer.v1.trainer_mode=separate_async" in words)
+
+
+def test_openrlhfs_launcher_takes_its_other_modes(tmp_path: Path) -> None:
+    flags = {**PPO, **ESTIMATES, "train.colocate_all": True, "vllm.enable_sleep": True, "ref.num_gpus_per_node": 4}
+    path = composed(tmp_path, json.dumps(write_back.nested(flags))).path
+    costs = profile_of({"rollout": {4: 60.0}, "inference": {4: 10.0}, "actor": {4: 40.0}})
+    found = mode_words(lambda words: OpenRlhf.read(compose(path, words), costs))
+    stated = {name: value for name, value in flags.items() if name != "vllm.enable_sleep"}
+    for answer in ask(
+        ".venv-openrlhf", "openrlhf_models.py", [[*flags_of(stated), *words] for words in found.values()]
+    ):
+        assert "error" not in answer, answer
+        assert answer["engines"][2] is False  # GPUs of their own
+
+
+def test_areal_roll_and_trl_take_their_other_modes(tmp_path: Path) -> None:
+    areal = checkout("areal") / "examples/math/gsm8k_grpo.yaml"
+    cases: list[dict[str, Any]] = []
+    for name, kind, path, more in (
+        ("areal", Areal, areal, ("++rollout.max_head_offpolicyness=0",)),
+        *(("roll", Roll, path, ()) for path in sorted((checkout("roll") / "examples").rglob("rlvr_config*.yaml"))),
+    ):
+        costs = profile_of({"rollout": {8: 60.0}, "update_actor": {8: 40.0}})
+
+        def read(words: Sequence[str], kind: Any = kind, path: Path = path, given: Any = (more, costs)) -> LoadedJob:
+            return kind.read(compose(path, [*given[0], *words]), given[1])  # type: ignore[no-any-return]
+
+        with contextlib.suppress(InputError):  # an example that has no such GPUs, or is no RL
+            if read(()).modes:
+                words = [[f"++{w.lstrip('+')}" for w in (*more, *found)] for found in mode_words(read).values()]
+                cases += [{"framework": name, "file": str(path), "overrides": each} for each in words]
+    path = composed(tmp_path, TRL).path
+    costs = profile_of({"rollout": {8: 60.0}, "update_actor": {8: 40.0}})
+    flags = mode_words(lambda words: Trl.read(compose(path, words), costs))["server"]
+    given = dict(word.lstrip("-").split("=") for word in flags)
+    stated = yaml.safe_load(TRL) | {key: yaml.safe_load(value) for key, value in given.items()}
+    cases.append({"framework": "trl", "flags": stated, "processes": stated["num_processes"]})
+    answers = ask(".venv-areal", "own_config_checks.py", cases, str(checkout("roll")))
+    assert {case["framework"] for case in cases} == {"areal", "roll", "trl"}
+    assert all("error" not in answer for answer in answers), answers
+    assert answers[-1]["gpus"]["step"] == 128  # as many answers as before

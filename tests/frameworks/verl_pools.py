@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import verl.trainer.ppo.v1.trainer_colocate_async  # registers that mode
 import verl.trainer.ppo.v1.trainer_separate_async  # registers that mode
 import verl.trainer.ppo.v1.trainer_sync  # noqa: F401 - registers that mode
 from hydra import compose, initialize_config_dir

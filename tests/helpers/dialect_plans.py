@@ -10,6 +10,35 @@ from trimtab.model.plan import ComponentGroup, PlacedComponent, Plan
 from trimtab.model.workflow import ComponentProfile, Profile
 
 DATA = Path(__file__).parents[1] / "data"
+AREAL = """\
+experiment_name: e
+trial_name: t
+cluster: {n_nodes: 1, n_gpus_per_node: 8}
+actor: {backend: "fsdp:d4", path: Qwen/Qwen2.5-1.5B, kl_ctl: 0.0}
+rollout: {backend: "sglang:d4t1", max_head_offpolicyness: 0}
+train_dataset: {batch_size: 64}
+gconfig: {n_samples: 8}
+"""
+ROLL = """\
+rollout_batch_size: 64
+num_gpus_per_node: 8
+actor_train:
+  device_mapping: list(range(0,8))
+  training_args: {per_device_train_batch_size: 1, gradient_accumulation_steps: 8}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {}}
+actor_infer:
+  device_mapping: list(range(0,8))
+  strategy_args: {strategy_name: vllm, strategy_config: {}}
+reference: {device_mapping: "list(range(0,8))", strategy_args: {strategy_name: hf_infer, strategy_config: {}}}
+"""
+TRL = """\
+num_processes: 8
+num_generations: 8
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+use_vllm: true
+vllm_mode: colocate
+"""
 
 
 def plan_of(groups: Mapping[str, Sequence[int]], total: int = 8) -> Plan:

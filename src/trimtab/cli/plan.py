@@ -43,8 +43,9 @@ from trimtab.render.output import Format, answer, err, out, share
 if TYPE_CHECKING:
     from trimtab.formats.estimated_costs import EstimatedJob
     from trimtab.formats.loaded import LoadedJob, PlanSettings
-    from trimtab.formats.modes import ModePlan
-    from trimtab.model.plan import PlacementAnswer
+    from trimtab.formats.modes import ModePlan, Reading
+    from trimtab.formats.run_settings import Settings
+    from trimtab.model.plan import PlacementAnswer, Plan
 
 log = logging.getLogger("trimtab.plan")
 
@@ -133,9 +134,10 @@ def plan(
     sizes = {"model": model, "gpu": gpu, "samples": samples, "mean_tokens": mean_tokens, "max_tokens": max_tokens}
     given = {key: value for key, value in sizes.items() if value is not None}
     widths: tuple[Mapping[str, float], ...] = ()
+    run: Settings | None = None
     if given or rollout or train:
         estimated = _estimated(file, overrides or [], profile, from_run, {**given, "rollout": rollout, "train": train})
-        loaded, notes, widths = estimated.loaded, estimated.notes, estimated.widths
+        loaded, notes, widths, run = estimated.loaded, estimated.notes, estimated.widths, estimated.settings
     else:
         loaded, notes = _read(file, overrides or [], profile, from_run)
     file = loaded.path
@@ -162,9 +164,10 @@ def plan(
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
     settings = _settings(loaded, result)
-    modes = (
-        () if as_overrides or from_run is not None else _modes(loaded, overrides or [], profile, given, rollout, train)
-    )
+    modes: tuple[ModePlan, ...] = ()
+    if not as_overrides and from_run is None:
+        sizes = {**given, "rollout": rollout, "train": train} if run is not None else {}
+        modes = _modes((loaded, run), result.best, overrides or [], profile, sizes)
     _write_pictures(result, settings, loaded, report, svg, trace, searched)
     if output is not None:
         _write_to(output, loaded, settings)
@@ -174,21 +177,23 @@ def plan(
 
 
 def _modes(
-    loaded: LoadedJob, overrides: list[str], profile: Path | None, given: dict[str, Any], rollout: str, train: str
+    present: Reading, plan: Plan, overrides: list[str], profile: Path | None, given: dict[str, Any]
 ) -> tuple[ModePlan, ...]:
-    """The framework's other modes, planned with the same costs."""
+    """The framework's modes side by side."""
     from trimtab.formats.modes import plan_modes
 
-    if not loaded.modes or not loaded.path.is_file():
+    path = present[0].path
+    if not present[0].modes or not path.is_file():
         return ()
 
-    def read(more: Sequence[str]) -> LoadedJob:
+    def read(more: Sequence[str]) -> Reading:
         words = [*overrides, *more]
-        if given or rollout or train:
-            return _estimated(loaded.path, words, profile, None, {**given, "rollout": rollout, "train": train}).loaded
-        return _read(loaded.path, words, profile, None)[0]
+        if given:
+            other = _estimated(path, words, profile, None, given)
+            return other.loaded, other.settings
+        return _read(path, words, profile, None)[0], None
 
-    return plan_modes(loaded, read)
+    return plan_modes(present, plan, read, read_profile(profile))
 
 
 def _estimated(

@@ -52,7 +52,7 @@ def test_in_sync_mode_everything_shares_one_pool_of_whole_nodes() -> None:
     assert loaded.rules is not None
     assert loaded.rules.even_nodes
     assert loaded.rules.groupings[0][0].sizes == (2, 4, 8, 16)  # rollout by 2, and the batch divides by all GPUs
-    assert any("separate_async" in a for a in loaded.assumptions)
+    assert [mode.name for mode in loaded.modes] == ["colocate_async", "separate_async"]
     settings = loaded.settings(plan_of({f"rollout {TRAINING}": range(8)}, total=16))
     assert settings.values == {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 8}
     assert settings.block == "trainer:\n  nnodes: 1\n  n_gpus_per_node: 8\n"
@@ -283,9 +283,9 @@ def test_parents_that_are_nowhere_are_asked_for_by_their_folder(tmp_path: Path) 
     assert compose(config, [f"hydra.searchpath=[file://{parents}]"]).reader.get("data.train_batch_size") == 1024
 
 
-def hinted(loaded: LoadedJob) -> list[str]:
-    (said,) = [said for said in loaded.assumptions if "to plan it apart: " in said]
-    return said.partition("to plan it apart: ")[2].split()
+def apart(loaded: LoadedJob) -> tuple[str, ...]:
+    """The overrides of the mode with GPUs of its own for the rollout."""
+    return next(mode.overrides for mode in loaded.modes if mode.name in ("separate_async", "one_step_off"))
 
 
 NO_V1 = (
@@ -298,16 +298,16 @@ NO_V1 = (
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("version", [(), NO_V1])
-def test_the_hint_to_plan_the_rollout_apart_starts_and_so_does_what_it_prints(
+def test_the_mode_with_the_rollout_apart_starts_and_so_does_what_it_prints(
     nodes: int, version: tuple[str, ...]
 ) -> None:
     given = (*version, f"trainer.nnodes={nodes}", "actor_rollout_ref.actor.use_dynamic_bsz=true")
-    words = hinted(load(*given))
-    apart = load(*given, *words)
-    assert [node.gpus for node in apart.job.cluster.nodes] == [8] * nodes
-    assert groupings(apart) == [{frozenset(["rollout"]), frozenset(TRAINING.split())}]
-    plan = plan_placement(apart.job, apart.rules, current=apart.current).best
-    settings = apart.settings(plan)
+    words = apart(load(*given))
+    job = load(*given, *words)
+    assert [node.gpus for node in job.job.cluster.nodes] == [8] * nodes
+    assert groupings(job) == [{frozenset(["rollout"]), frozenset(TRAINING.split())}]
+    plan = plan_placement(job.job, job.rules, current=job.current).best
+    settings = job.settings(plan)
     assert settings.advice == ()  # nothing that verl would refuse is left to the reader
     again = load(*given, *words, *overrides(settings))
     assert again.current is not None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dialect_plans import DATA, composed, profile_of
+from dialect_plans import AREAL, DATA, ROLL, TRL, composed, profile_of
+from trimtab.formats.estimated_costs import load_estimated
+from trimtab.formats.frameworks.common import modes_of
+from trimtab.formats.frameworks.registry import FRAMEWORKS
 from trimtab.formats.load import load
-from trimtab.formats.loaded import LoadedJob
-from trimtab.formats.modes import ModePlan, plan_modes
+from trimtab.formats.modes import ModePlan, Reading, plan_modes
+from trimtab.plan.estimate.constants import CONSTANTS
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "frameworks"
 COSTS = {"rollout": {8: 60.0}, "inference": {8: 10.0}, "actor": {8: 40.0}, "policy": {8: 40.0}, "trainer": {8: 40.0}}
@@ -29,16 +34,25 @@ algo: {advantage: {estimator: group_norm}}
 VERL = {"rollout": {16: 60.0}, "old_log_prob": {16: 10.0}, "update_actor": {16: 40.0}}
 
 
-def modes(path: Path, costs: dict[str, dict[int, float]], *more: str) -> dict[str, ModePlan]:
-    def read(words: Sequence[str]) -> LoadedJob:
-        return load(path, (*more, *words), profile_of(costs))
+def side_by_side(read: Callable[[Sequence[str]], Reading]) -> list[ModePlan]:
+    present = read(())
+    space, outcome = best_plan(present[0].job, present[0].rules)
+    assert outcome.best is not None
+    return list(plan_modes(present, to_plan(space, outcome.best), read))
 
-    return {mode.mode: mode for mode in plan_modes(read(()), read)}
+
+def modes(path: Path, costs: dict[str, dict[int, float]], *more: str) -> dict[str, ModePlan]:
+    rows = side_by_side(lambda words: (load(path, (*more, *words), profile_of(costs)), None))
+    return {mode.mode: mode for mode in rows[1:]}
 
 
 def test_slime_generates_ahead_from_its_other_script() -> None:
     found = modes(EXAMPLES / "slime.yaml", COSTS)
-    assert [(mode.mode, mode.staleness) for mode in found.values()] == [("one step off", 1), ("fully async", 1)]
+    assert [(mode.mode, mode.staleness) for mode in found.values()] == [
+        ("partial rollout", 0),
+        ("one step off", 1),
+        ("fully async", 1),
+    ]
     assert found["one step off"].needs == ("start train_async.py instead of train.py", "leave out --colocate")
     assert found["one step off"].words[-1].startswith("--rollout-num-gpus=")
     assert found["one step off"].seconds is not None
@@ -60,8 +74,9 @@ def test_prime_rl_that_waits_may_go_on() -> None:
 
 def test_verl_separates_the_rollout() -> None:
     found = modes(DATA / "verl_sync.yaml", VERL, "data.train_batch_size=256")
-    (mode,) = found.values()
-    assert mode.mode == "separate_async"
+    assert [mode.mode for mode in found.values()] == ["colocate_async", "separate_async"]
+    assert found["colocate_async"].words[0] == "++trainer.v1.trainer_mode=colocate_async"
+    mode = found["separate_async"]
     assert mode.staleness == 1
     assert "++trainer.v1.trainer_mode=separate_async" in mode.words
     assert not any("trimtab" in word for word in mode.words)
@@ -71,8 +86,10 @@ def test_nemo_rl_and_openrlhf_go_asynchronous(tmp_path: Path) -> None:
     nemo = modes(composed(tmp_path, NEMO).path, {"generation": {16: 60.0}, "policy": {16: 40.0}})
     assert "++grpo.async_grpo.enabled=true" in nemo["asynchronous GRPO"].words
     assert nemo["asynchronous GRPO"].placement == "generation 8 | policy 8"
+    assert "++grpo.async_grpo.in_flight_weight_updates=true" in nemo["asynchronous GRPO, weights in flight"].words
     other = modes(composed(tmp_path, OPENRLHF).path, COSTS)
     assert other["async"].needs == ("leave out --vllm.enable_sleep",)
+    assert "--train.partial_rollout_enable" in other["async, partial rollout"].words
     assert other["async"].words[0] == "--train.async_enable"
     assert other["async"].staleness == 1
 
@@ -81,11 +98,61 @@ def test_a_mode_that_does_not_fit_says_why(tmp_path: Path) -> None:
     # The batch divides by 16 GPUs' ranks only, and generation needs some of them.
     path = tmp_path / "slime.yaml"
     path.write_text((EXAMPLES / "slime.yaml").read_text() + "rollout_function_path: own.generate\n")
-    job = load(path, (), profile_of(COSTS))
 
-    def refused(words: Sequence[str]) -> LoadedJob:
-        return load(path, (*words, "++tensor_model_parallel_size=16"), profile_of(COSTS))
+    def read(words: Sequence[str]) -> Reading:
+        more = ("++tensor_model_parallel_size=16",) if words else ()
+        return load(path, (*words, *more), profile_of(COSTS)), None
 
-    (mode,) = plan_modes(job, refused)
+    mode = next(mode for mode in side_by_side(read) if mode.mode == "one step off")
     assert mode.seconds is None
     assert "no multiple of its parallel sizes" in mode.reason
+
+
+def test_areal_roll_and_trl_have_modes_with_all_that_has_to_be_set(tmp_path: Path) -> None:
+    areal = modes(composed(tmp_path, AREAL).path, {"rollout": {4: 60.0}, "update_actor": {4: 40.0}})
+    assert areal["async"].words[0] == "rollout.max_head_offpolicyness=2"
+    assert areal["async"].staleness == 2
+    roll = modes(composed(tmp_path, ROLL).path, {"rollout": {8: 60.0}, "update_actor": {8: 40.0}})
+    assert "async_generation_ratio=1" in roll["async"].words
+    assert "actor_train.training_args.gradient_accumulation_steps=16" in roll["async"].words  # as many answers a step
+    assert roll["async"].placement.startswith("rollout 4 | ")
+    trl = modes(composed(tmp_path, TRL).path, {"rollout": {8: 60.0}, "update_actor": {8: 40.0}})
+    assert [mode.mode for mode in trl.values()] == ["server", "asynchronous GRPO"]
+    assert trl["server"].staleness == 0
+    assert "--vllm_mode=server" in trl["server"].words
+    assert any("trl vllm-serve --tensor_parallel_size" in need for need in trl["server"].needs)
+    assert trl["asynchronous GRPO"].staleness == 4
+
+
+def test_every_framework_of_the_table_is_one_that_is_read() -> None:
+    for name in FRAMEWORKS:
+        for entry in modes_of(name):
+            assert {"mode", "set", "source"} <= set(entry), entry
+
+
+def test_modes_are_estimated_as_a_whole_and_the_fastest_is_proposed() -> None:
+    path = EXAMPLES.parent / "quickstart" / "verl.yaml"
+
+    def read(words: Sequence[str]) -> Reading:
+        found = load_estimated(path, words, None, {"gpu": "h100", "mean_tokens": 1700.0}, CONSTANTS)
+        return found.loaded, found.settings
+
+    own, *others = side_by_side(read)
+    assert own.age == own.staleness == 0
+    for mode in others:
+        assert mode.seconds is not None
+        assert mode.memory_gb is not None
+        assert mode.gain is not None
+        assert mode.seconds.low < mode.seconds.likely < mode.seconds.high
+        assert mode.gain.low < mode.gain.likely < mode.gain.high
+        assert mode.age is not None
+        assert 0 < mode.age <= mode.staleness == 1
+    best = min(others, key=lambda mode: mode.seconds.likely if mode.seconds else 0.0)
+    assert [mode.mode for mode in others if mode.proposed] == [best.mode]
+
+
+def test_where_scaling_is_assumed_a_mode_has_a_range(tmp_path: Path) -> None:
+    found = modes(composed(tmp_path, NEMO).path, {"generation": {16: 60.0}, "policy": {16: 40.0}})
+    seconds = found["asynchronous GRPO"].seconds
+    assert seconds is not None
+    assert seconds.low < seconds.high  # each was measured on one number of GPUs

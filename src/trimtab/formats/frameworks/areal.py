@@ -350,6 +350,12 @@ class Areal(FrameworkConfig):
         key = _OLD if self.old else "rollout.backend"
         return CurrentPlacement({name: placed[name] for name in self.costs}, self.reader.where(key))
 
+    def mode_facts(self) -> Mapping[str, Any]:
+        return {} if self.staleness else {"separate": not self.shared}
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        return (f"{key}={common.value_text(value)}",)
+
     def settings(self, plan: Plan) -> PlanSettings:
         gpus = {name: len(found) for name, found in common.gpus_by_component(plan).items()}
         roles = {"rollout": gpus["rollout"], "actor": gpus["update_actor"]}

@@ -10,12 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
+from trimtab.formats import yaml_text
 from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ComposedConfig, ConfigReader
 from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import LoadedJob, OtherMode, PlanSettings
@@ -225,9 +228,35 @@ class FrameworkConfig(ABC):
         """Assumptions beyond the costs."""
         return ()
 
-    def other_modes(self) -> Iterable[OtherMode]:
+    def other_modes(self) -> Iterator[OtherMode]:
         """The framework's modes beside that of the config, for a synchronous one."""
-        return ()
+        facts = self.mode_facts()
+        for entry in modes_of(self.NAME) if facts else ():
+            if any(facts.get(name) in (None, False) for name in entry.get("when", ())):
+                continue
+            stated = {key: _filled(value, facts) for key, value in entry["set"].items()}
+            stated = {key: value for key, value in stated.items() if value is not None}
+            gone = [key for key in entry.get("drop", ()) if self.reader.get(key) not in (None, False)]
+            yield OtherMode(
+                entry["mode"],
+                (
+                    *(f"++{key}={value_text(value)}" for key, value in stated.items()),
+                    *(f"~{key}" for key in gone),
+                    *(facts["apart"] if entry.get("apart") else ()),
+                ),
+                tuple(w for key, value in stated.items() if key[:8] != "trimtab." for w in self.mode_words(key, value)),
+                (*entry.get("needs", ()), *(f"leave out {self.mode_words(key, True)[0]}" for key in gone)),
+            )
+
+    def mode_facts(self) -> Mapping[str, Any]:
+        """What `data/modes.yaml` asks of a synchronous config, nothing for another; `apart` are overrides that give
+        the rollout GPUs of its own.
+        """
+        return {}
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        """A key with its value as words of the framework's command line."""
+        return (f"++{key}={value_text(value)}",)
 
     def cluster_overrides(self) -> tuple[str, ...]:
         """Overrides that keep the cluster, where its nodes are alike."""
@@ -246,6 +275,23 @@ class FrameworkConfig(ABC):
 
     def node_counts(self, plan: Plan, name: str) -> tuple[int, int]:
         return node_counts(plan.group_of(name).gpus, self.cluster, name)
+
+
+@cache
+def modes_of(framework: str) -> Sequence[Mapping[str, Any]]:
+    """The rows of `data/modes.yaml` of a framework."""
+    text = (resources.files("trimtab.formats") / "data" / "modes.yaml").read_text(encoding="utf-8")
+    found: Sequence[Mapping[str, Any]] = yaml_text.parse(text, "modes.yaml").get(framework, ())
+    return found
+
+
+def _filled(value: Any, facts: Mapping[str, Any]) -> Any:
+    """A value of the table of modes: `{name}` is a fact."""
+    return facts.get(value[1:-1]) if isinstance(value, str) and value[:1] == "{" else value
+
+
+def value_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def gpus_by_component(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,7 @@ from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.flags import flag_words
 from trimtab.formats.launch.launch import ConfigSource, Launch, is_unknown
-from trimtab.formats.loaded import OtherMode, PlanSettings
+from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, Wait, number
 from trimtab.formats.write_back import block_text, nested
@@ -366,19 +366,13 @@ class NemoRl(FrameworkConfig):
             ranks={name: ranks[name] for name in self.costs if name in ranks}, where=self.reader.where(_COLOCATED)
         )
 
-    def other_modes(self) -> Iterator[OtherMode]:
+    def mode_facts(self) -> Mapping[str, Any]:
         if self.staleness or self.algorithm != "grpo" or self.backend != "vllm" or self.reader.has("async_rl"):
-            return
-        words = (
-            "++grpo.async_grpo.enabled=true",
-            "++policy.generation.vllm_cfg.async_engine=true",
-            "++loss_fn.use_importance_sampling_correction=true",
-        )
+            return {}
         size = self.nodes // 2 if self.nodes > 1 else self.per_node // 2
         unit = "num_nodes" if self.nodes > 1 else "gpus_per_node"
         place = (f"++{_COLOCATED}.enabled=false", f"++{_RESOURCES}.{unit}={size}")
-        if size:
-            yield OtherMode("asynchronous GRPO", (*words, *(place if self.gpus.colocated else ())), words)
+        return {"apart": (place if self.gpus.colocated else ()) if size else None}
 
     def settings(self, plan: Plan) -> PlanSettings:
         gpus = common.gpus_by_component(plan)

@@ -14,7 +14,7 @@ and evaluation are in no timer and no total.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.flags import flags
 from trimtab.formats.launch.launch import ConfigSource, Launch
-from trimtab.formats.loaded import OtherMode, PlanSettings
+from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait
 from trimtab.formats.write_back import block_text, nested
@@ -216,19 +216,20 @@ class OpenRlhf(FrameworkConfig):
         ranks["rollout"] = tuple(range(first, first + self.rollout_gpus))
         return CurrentPlacement({name: ranks[name] for name in self.costs}, self.reader.where("vllm.num_engines"))
 
-    def other_modes(self) -> Iterator[OtherMode]:
+    def mode_facts(self) -> Mapping[str, Any]:
         nodes = len(self.cluster.nodes)
         per_node = self.cluster.nodes[0].gpus
         half = (nodes // 2, per_node) if nodes > 1 else (1, per_node // 2)
         engines = (self.cluster.gpus - half[0] * half[1]) // self.engine_gpus
         if self.is_async or self.separate or not half[1] or not engines:
-            return
-        overrides = ["++train.async_enable=true", f"++vllm.num_engines={engines}"]
+            return {}
+        place = [f"++vllm.num_engines={engines}"]
         for role in ("actor", *self.on_actor_gpus):
-            overrides += [f"++{role}.num_nodes={half[0]}", f"++{role}.num_gpus_per_node={half[1]}"]
-        sleeps = self.reader.boolean("vllm.enable_sleep", False)
-        needs = ("leave out --vllm.enable_sleep",) if sleeps else ()
-        yield OtherMode("async", (*overrides, *self.cluster_overrides()), ("--train.async_enable",), needs)
+            place += [f"++{role}.num_nodes={half[0]}", f"++{role}.num_gpus_per_node={half[1]}"]
+        return {"apart": (*place, *self.cluster_overrides())}
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        return (f"--{key}" if value is True else f"--{key}={value}",)
 
     def settings(self, plan: Plan) -> PlanSettings:
         gpus = common.gpus_by_component(plan)

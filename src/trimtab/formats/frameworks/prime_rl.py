@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from trimtab.formats.frameworks import trainer_and_engines as pools
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.flags import typed_word
 from trimtab.formats.launch.launch import ConfigSource, Launch, is_unknown
-from trimtab.formats.loaded import OtherMode, PlanSettings
+from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, number, step_number
 from trimtab.formats.write_back import nested
@@ -216,10 +216,11 @@ class PrimeRl(pools.TrainerAndEngines):
             notes.append("a batch is counted in tokens: the number of its answers is not known, 128 are taken")
         return notes
 
-    def other_modes(self) -> Iterator[OtherMode]:
-        key, flag = "orchestrator.max_off_policy_steps", "--orchestrator.max-off-policy-steps"
-        if not self.staleness and not any(self.reader.has(name) for name in _LEVELS):
-            yield OtherMode("async", (f"++{key}=8",), (flag, "8"))
+    def mode_facts(self) -> Mapping[str, Any]:
+        return {"waits": not self.staleness and not any(self.reader.has(name) for name in _LEVELS)}
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        return pools.flag_settings({key: value}, equals=False).words
 
     def settings(self, plan: Plan) -> PlanSettings:
         trainer, rollout = len(plan.group_of("trainer").gpus), len(plan.group_of("rollout").gpus)

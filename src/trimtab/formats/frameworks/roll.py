@@ -326,6 +326,21 @@ class Roll(FrameworkConfig):
         """ROLL's numbers of the GPUs that a plan is made for."""
         return [gpu for gpu in range(self.cluster.gpus + len(self.kept)) if gpu not in self.kept]
 
+    def mode_facts(self) -> Mapping[str, Any]:
+        half = self.cluster.gpus // 2
+        parallel, engine = self._parallel(self.keys["update_actor"]), engine_gpus(self.reader, self.keys["rollout"])
+        roles = [self.keys["update_actor"], *([self.keys["ref"]] if self.reader.has(self.keys["ref"]) else [])]
+        busy = self.ratio or self.agentic or self.judges or self.kept or self.reader.has("critic.device_mapping")
+        if busy or half % parallel or half % engine or len(self.train) % max(half, 1):
+            return {}
+        place = [f"++{key}.device_mapping='{device_text(range(half))}'" for key in roles]
+        place.append(f"++{self.keys['rollout']}.device_mapping='{device_text(range(half, 2 * half))}'")
+        place += [f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={self.cluster.nodes[0].gpus}"]
+        return {"apart": tuple(place), "accumulation": self._accumulation() * len(self.train) // half}
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        return (f"{key}={common.value_text(value)}",)
+
     def settings(self, plan: Plan) -> PlanSettings:
         gpus = common.gpus_by_component(plan)
         real = self._real()

@@ -18,7 +18,7 @@ from trimtab.formats.frameworks.nemo_rl import NemoRl, gpus_of
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
 from trimtab.formats.frameworks.registry import framework_of, titles
 from trimtab.formats.frameworks.rlinf import Rlinf
-from trimtab.formats.frameworks.verl import Verl
+from trimtab.formats.frameworks.verl import Verl, mode_of
 from trimtab.formats.launch.read import composed_launch, is_launch
 from trimtab.formats.load import refuse_non_rl, refuse_purpose
 
@@ -105,16 +105,21 @@ def _verl(reader: ConfigReader) -> Inputs:
     train: Inputs = sizes if megatron else {"cp": _int(reader, f"{actor}.ulysses_sequence_parallel_size")}
     train["lora"] = _int(reader, "actor_rollout_ref.model.lora_rank")
     adv = reader.text("algorithm.adv_estimator", "gae")
-    apart = _product(_int(reader, "rollout.nnodes"), _int(reader, "rollout.n_gpus_per_node"))
+    mode = mode_of(reader)
+    pool = rollout if mode == "separate_async" else "rollout"
+    apart = _product(_int(reader, f"{pool}.nnodes"), _int(reader, f"{pool}.n_gpus_per_node"))
     own = _product(_int(reader, "trainer.nnodes"), _int(reader, "trainer.n_gpus_per_node"))
     return {
         "framework": "verl",
         "model": reader.get("actor_rollout_ref.model.path"),
         "gpus": _sum(own, apart) if apart else own,
         "rollout_gpus": apart,
-        "mode": "async" if apart else None,
+        "mode": {"sync": None, "colocate_async": "colocate-async"}.get(mode, "async"),
+        "partial": True if mode == "separate_async" else reader.get("async_training.partial_rollout"),
+        "staleness": _number(reader, "async_training.staleness_threshold"),
+        "old_log_probs": False if mode == "fully_async" else None,  # by default it takes the engines'
         "algorithm": "ppo" if adv == "gae" else adv,
-        "samples": _product(_int(reader, "data.train_batch_size", "data.gen_batch_size"), n),
+        "samples": _product(_prompts(reader, mode), n),
         "train_batch": _product(_int(reader, f"{actor}.ppo_mini_batch_size"), n),
         "max_tokens": _sum(_int(reader, "data.max_prompt_length"), _int(reader, "data.max_response_length")),
         "rollout": {
@@ -127,17 +132,29 @@ def _verl(reader: ConfigReader) -> Inputs:
     }
 
 
+def _prompts(reader: ConfigReader, mode: str) -> int | None:
+    """Prompts of a step: what a fully asynchronous trainer, which has no batch, takes between two weight syncs."""
+    if mode != "fully_async":
+        return _int(reader, "data.train_batch_size", "data.gen_batch_size")
+    section, mini = "async_training", _int(reader, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    batches = _int(reader, f"{section}.require_batches") or 1
+    return _product(mini, batches, _int(reader, f"{section}.trigger_parameter_sync_step") or 4)
+
+
 def _nemo_rl(reader: ConfigReader) -> Inputs:
     gpus = gpus_of(reader)
     section = next((name for name in ("grpo", "ppo") if reader.has(name)), "grpo")
     megatron = reader.boolean("policy.megatron_cfg.enabled", False)
     key = "policy.megatron_cfg" if megatron else "policy.dtensor_cfg"
+    ahead = reader.boolean(f"{section}.async_{section}.enabled", False)
     return {
         "framework": "nemo-rl",
         "model": reader.get("policy.model_name"),
         "gpus": gpus.policy if gpus.colocated else gpus.policy + gpus.generation,
         "rollout_gpus": None if gpus.colocated else gpus.generation,
-        "mode": "async" if reader.boolean(f"{section}.async_{section}.enabled", False) else None,
+        "mode": "async" if ahead else None,
+        "staleness": _number(reader, f"{section}.async_{section}.max_trajectory_age_steps") if ahead else None,
+        "partial": reader.get(f"{section}.async_{section}.in_flight_weight_updates") if ahead else None,
         "algorithm": section,
         "samples": _product(
             _int(reader, f"{section}.num_prompts_per_step"), _int(reader, f"{section}.num_generations_per_prompt")
@@ -169,6 +186,8 @@ def _openrlhf(reader: ConfigReader) -> Inputs:
         "gpus": actor if shared else actor + tp * engines,
         "rollout_gpus": None if shared else tp * engines,
         "mode": "async" if reader.boolean("train.async_enable", False) else None,
+        "staleness": _number(reader, "train.async_queue_size"),
+        "partial": reader.get("train.partial_rollout_enable"),
         "samples": _product(_int(reader, "rollout.batch_size"), _int(reader, "rollout.n_samples_per_prompt")),
         "train_batch": _int(reader, "train.batch_size"),
         "rollout": {"tp": tp, "memory": _number(reader, "vllm.gpu_memory_utilization")},

@@ -17,11 +17,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks import trainer_and_engines as pools
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.flags import typed_word
 from trimtab.formats.launch.launch import ConfigSource, Launch
-from trimtab.formats.loaded import OtherMode, PlanSettings
+from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, number
 from trimtab.formats.write_back import block_text, nested
@@ -199,6 +200,7 @@ class SkyRl(pools.TrainerAndEngines):
             "mode": "async" if ahead or _script(reader) == "main_async" else None if shared else "separate",
             "staleness": reader.get("trainer.fully_async.max_staleness_steps", 4) if ahead else None,
             "partial": ahead or None,
+            "old_log_probs": False if ahead else None,
             "algorithm": "gspo" if without_reference else "ppo" if estimator == "gae" else estimator,  # the same passes
             "samples": (mini if ahead else counted("trainer.train_batch_size") or 1024) * answers,
             "train_batch": mini * answers,
@@ -303,28 +305,22 @@ class SkyRl(pools.TrainerAndEngines):
             ),
         ]
 
-    def other_modes(self) -> Iterator[OtherMode]:
+    def mode_facts(self) -> Mapping[str, Any]:
         halves = None if self.one_ahead or self.fully_async or self.separate else self.halves(self.engine)
         if halves is None or not halves[1] or "critic" in self.with_policy or _is_first(self.reader):
-            return
+            return {}
         nodes, per_node = self.shape(halves[0])
         apart = [f"{_PLACED}.colocate_all=false", f"{_name(self.reader, 'num_engines')}={halves[1] // self.engine}"]
         for role in ("policy", *self.with_policy):
             apart += [f"{_PLACED}.{role}_num_nodes={nodes}", f"{_PLACED}.{role}_num_gpus_per_node={per_node}"]
-        place = (*(f"++{word}" for word in apart), *self.cluster_overrides())
-        start = "start examples.train"
-        yield OtherMode("one step off", (*place, f"++{_SCRIPT}=main_async"), (), (f"{start}.async.main_async",))
-        # The asynchronous trainer updates once for each batch, with the engines' log-probs.
-        words = (
-            "trainer.fully_async.enabled=true",
-            "trainer.fully_async.max_staleness_steps=4",
-            f"trainer.fully_async.num_parallel_generation_workers={min(5 * self.batches, max(768, self.batches))}",
-            f"trainer.policy_mini_batch_size={self.batches}",
-            "trainer.algorithm.policy_loss_type=rollout_is",
-            "generator.batched=false",
-        )
-        needs = (f"{start}.fully_async.main_fully_async", "one update of the policy for each batch")
-        yield OtherMode("fully async", (*place, *(f"++{word}" for word in words)), words, needs)
+        return {
+            "apart": (*(f"++{word}" for word in apart), *self.cluster_overrides()),
+            "batches": self.batches,
+            "workers": min(5 * self.batches, max(768, self.batches)),
+        }
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        return (f"{key}={common.value_text(value)}",)
 
     def settings(self, plan: Plan) -> PlanSettings:
         shared = plan.group_of("policy") is plan.group_of("rollout")

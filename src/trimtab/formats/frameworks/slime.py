@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from trimtab.formats.frameworks import trainer_and_engines as pools
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.flags import flags
 from trimtab.formats.launch.launch import ConfigSource, Launch
-from trimtab.formats.loaded import OtherMode, PlanSettings
+from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait
 from trimtab.model.plan import Plan
@@ -167,14 +167,15 @@ class Slime(pools.TrainerAndEngines):
         without_reference = estimator == "grpo" and reader.get("use_kl_loss") is not True and not reader.has("kl_coef")
         longest = counted("rollout_max_response_len")
         prompt = counted("rollout_max_prompt_len") or 0
+        recycled = "colocate-async" if reader.get("partial_rollout") is True else None
         return {
             "framework": "slime",
             "model": folder if not folder or Path(folder).is_dir() else Path(folder).name,
             "gpus": max(trainer, rollout) if shared else trainer + rollout,
             "rollout_gpus": None if shared else rollout,
-            "mode": "async" if _starts_async(reader) else None if shared else "separate",
+            "mode": "async" if _starts_async(reader) else recycled if shared else "separate",
             "staleness": counted("update_weights_interval") if _starts_async(reader) else None,
-            "partial": reader.get("partial_rollout"),
+            "partial": reader.get("partial_rollout") or _generates_on(reader) or None,
             "algorithm": "gspo" if without_reference else estimator,  # the same passes
             "samples": samples,
             "train_batch": counted("global_batch_size") or (samples and steps and samples // steps),
@@ -233,25 +234,20 @@ class Slime(pools.TrainerAndEngines):
             notes.append("engines are as the sglang_config says: their GPUs stay")
         return notes
 
-    def other_modes(self) -> Iterator[OtherMode]:
-        halves = None if self.ahead or self.reader.has(_GROUPS) else self.halves(self.engine)
-        if halves is None or not halves[1]:
-            return
-        nodes, per_node = self.shape(halves[0])
-        overrides = (
-            f"++{_SCRIPT}={_ASYNC}",
-            *(("~colocate",) if self.reader.has("colocate") else ()),
-            f"++actor_num_nodes={nodes}",
-            f"++actor_num_gpus_per_node={per_node}",
-            f"++rollout_num_gpus={halves[1]}",
-            *self.cluster_overrides(),
-        )
-        needs = (f"start {_ASYNC} instead of train.py", *(("leave out --colocate",) if self.shared else ()))
-        yield OtherMode("one step off", overrides, (), needs)
-        path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-        if not self.reader.has("rollout_function_path"):
-            ahead = (*overrides, f"++rollout_function_path={path}")
-            yield OtherMode("fully async", ahead, (f"--rollout-function-path={path}",), needs)
+    def mode_facts(self) -> Mapping[str, Any]:
+        if self.ahead or self.reader.has(_GROUPS):
+            return {}
+        halves = self.halves(self.engine)
+        apart: tuple[str, ...] | None = None
+        if halves is not None and halves[1]:
+            nodes, per_node = self.shape(halves[0])
+            place = {"actor_num_nodes": nodes, "actor_num_gpus_per_node": per_node, "rollout_num_gpus": halves[1]}
+            apart = (*(f"++{key}={count}" for key, count in place.items()), *self.cluster_overrides())
+        recycles = not self.reader.has("rollout_function_path") and not self.reader.has("partial_rollout")
+        return {"apart": apart, "recycles": recycles, "more": math.ceil(1.5 * self.batches)}
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        return pools.flag_settings({key: value}).words
 
     def settings(self, plan: Plan) -> PlanSettings:
         trainer, rollout = len(plan.group_of("actor").gpus), len(plan.group_of("rollout").gpus)

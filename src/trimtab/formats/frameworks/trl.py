@@ -296,6 +296,23 @@ class Trl(FrameworkConfig):
             ranks["rollout"] = tuple(range(self.processes, self.processes + self.server_gpus))
         return CurrentPlacement(ranks, self.reader.where("num_processes"))
 
+    def mode_facts(self) -> Mapping[str, Any]:
+        total = self.cluster.gpus
+        fitting = [n for n in range(1, total) if self._keeps(n) and total - n in _TENSOR_PARALLEL]
+        if self.server or is_async(self.reader) or self.machines > 1 or not uses_vllm(self.reader) or not fitting:
+            return {}
+        half = min(fitting, key=lambda n: abs(2 * n - total))
+        steps = self.reader.optional_count("steps_per_generation")
+        sizes = {"num_processes": half, f"{_SERVER}.tensor_parallel_size": total - half, "trimtab.gpus_per_node": total}
+        return {
+            "apart": tuple(f"++{key}={size}" for key, size in sizes.items()),
+            "accumulation": self.accumulation * self.processes // half,
+            "steps": steps and steps * self.processes // half,
+        }
+
+    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
+        return (f"--{key}={common.value_text(value)}",)
+
     def settings(self, plan: Plan) -> PlanSettings:
         machines, each = self.node_counts(plan, "update_actor")
         processes = machines * each

@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.launch.defaults import merged, verl_defaults
 from trimtab.formats.launch.hydra_app import hydra_launch
 from trimtab.formats.launch.launch import ConfigSource, Launch
-from trimtab.formats.loaded import OtherMode, PlanSettings
+from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.logs.gpus import RunFacts
 from trimtab.formats.logs.records import LineParser, LogFramework, LogLine, StepRecord, Wait, number, step_number
 from trimtab.formats.write_back import block_text, nested
@@ -44,6 +44,7 @@ SEPARATE: tuple[VerlMode, ...] = ("separate_async", "one_step_off", "fully_async
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_POOL = ("nnodes", "n_gpus_per_node")
 _SYNC_STEP = "async_training.trigger_parameter_sync_step"
 _PARAMETER_SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 DEFAULT_MINI_BATCH = 256
@@ -164,7 +165,7 @@ class Verl(FrameworkConfig):
     AFTER = dict.fromkeys(("update_critic", "update_actor"), _BEFORE_UPDATES)
 
     def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
-        self.mode = _mode(composed.reader)
+        self.mode = mode_of(composed.reader)
         super().__init__(composed, profile)
         self.reward_key = "reward.reward_model" if self.reader.has("reward.reward_model") else "reward_model"
         self.reward_model = self.reader.boolean(f"{self.reward_key}.enable", False)
@@ -223,7 +224,7 @@ class Verl(FrameworkConfig):
 
     @classmethod
     def asynchronous(cls, reader: ConfigReader) -> str | None:
-        mode = _mode(reader)
+        mode = mode_of(reader)
         return None if mode == "sync" else mode
 
     @property
@@ -304,10 +305,7 @@ class Verl(FrameworkConfig):
 
     def notes(self) -> list[str]:
         if self.mode not in SEPARATE:
-            words = self._separation_overrides()
-            apart = f"rollout shares the training GPUs in this mode; to plan it apart: {' '.join(words)}"
-            whole = f"no streaming: each component takes all its inputs at once ({self.mode})"
-            return [whole, apart] if words else [whole]
+            return [f"no streaming: each component takes all its inputs at once ({self.mode})"]
         what = "streaming by mini-batches, " if self.chunk else ""
         iterations = f"{self.staleness} iteration{'s' if self.staleness > 1 else ''}"
         notes = [f"{self.mode}: {what}rollout beside training on weights up to {iterations} old"]
@@ -318,36 +316,26 @@ class Verl(FrameworkConfig):
             )
         return notes
 
-    def other_modes(self) -> Iterator[OtherMode]:
-        overrides = tuple(self._separation_overrides()) if self.mode == "sync" else ()
-        if overrides:
-            own = tuple(word for word in overrides if not word.startswith("++trimtab.") and "nnodes" not in word)
-            own = tuple(word for word in own if "n_gpus_per_node" not in word)
-            is_v1 = any("trainer_mode" in word for word in overrides)
-            needs = () if is_v1 else ("start verl's one_step_off_policy.main_ppo",)
-            yield OtherMode("separate_async" if is_v1 else "one_step_off", overrides, own, needs)
+    def mode_facts(self) -> Mapping[str, Any]:
+        if self.mode != "sync":
+            return {}
+        is_v1 = self.reader.has("trainer.v1") and self.reader.get("trainer.use_v1", True) is True
+        even = self.batches % self.mini_batch == 0
+        updates = self.batches // self.mini_batch if even else None
+        apart = self._halves(_ROLLOUT if is_v1 else "rollout")
+        return {"v1": is_v1, "v0": not is_v1, "apart": apart, "updates": updates}
 
-    def _separation_overrides(self) -> list[str]:
-        """Overrides that give the rollout half of the GPUs, in this verl's mode for separate pools."""
+    def _halves(self, key: str) -> tuple[str, ...] | None:
+        """Overrides that give the rollout half of the GPUs, in a section of its own."""
         nodes, gpus = self.pools["trainer"]
-        if nodes * gpus < 2:
-            return []
+        if nodes * gpus < 2 or (self.reward_model and "reward" in self.costs and "reward" not in self.pools):
+            return None  # a shared reward model's pool would need some of these GPUs too
         trainer, rollout = (
             ((nodes - nodes // 2, gpus), (nodes // 2, gpus)) if nodes > 1 else ((1, gpus - gpus // 2), (1, gpus // 2))
         )
-        if self.reader.has("trainer.v1") and self.reader.get("trainer.use_v1", True) is True:
-            key = _ROLLOUT
-            words = ["++trainer.v1.trainer_mode=separate_async", f"++{_ROLLOUT}.checkpoint_engine.backend=nccl"]
-            if self.batches % self.mini_batch == 0:
-                words.append(f"++{_PARAMETER_SYNC_STEP}={self.batches // self.mini_batch}")
-        else:
-            key = "rollout"  # an older verl, started with its one_step_off_policy.main_ppo
-            words = ["++actor_rollout_ref.hybrid_engine=false"]
-        if self.reward_model and "reward" in self.costs and "reward" not in self.pools:
-            return []  # its pool would need some of these GPUs too
-        for section, (count, each) in (("trainer", trainer), (key, rollout)):
-            words += [f"++{section}.nnodes={count}", f"++{section}.n_gpus_per_node={each}"]
-        return [*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}"]
+        pools = (("trainer", trainer), (key, rollout))
+        words = [f"++{section}.{name}={n}" for section, pool in pools for name, n in zip(_POOL, pool, strict=True)]
+        return (*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}")
 
     def sizes(self, name: str) -> Variant:
         reader = self.reader
@@ -446,7 +434,7 @@ class Verl(FrameworkConfig):
         return tuple(advice)
 
 
-def _mode(reader: ConfigReader) -> VerlMode:
+def mode_of(reader: ConfigReader) -> VerlMode:
     if set(reader.mapping("async_training")) - {"partial_rollout"}:  # which a recipe adds to synchronous training
         return "fully_async"
     if reader.has("rollout.nnodes"):

@@ -63,6 +63,7 @@ class Constants:
     step_error: float = 0.3607
     stage_error: float = 0.5102
     measured_error: float = 0.217
+    gain_error: float = 0.2
     engine_memory_error: float = 0.15
     memory_error: float = 0.3021
 

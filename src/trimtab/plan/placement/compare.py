@@ -415,6 +415,12 @@ def scaling_of(space: PlanSpace, best: Plan, current: CurrentPlacement | None) -
     return ScalingCaveat(names, DOUBLING, chosen, other, _deciding(space, best, other, names))
 
 
+def if_scaling_is_worse(job: PlacementJob, plan: Plan) -> float:
+    """Seconds of a plan if components measured once scale by `DOUBLING`; those that were planned where none are."""
+    names = measured_once(job)
+    return _seconds(PlanSpace(with_doubling(job, names)), plan) if names else plan.iteration_seconds
+
+
 def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...]) -> tuple[str, int] | None:
     """The component whose scaling decides between the two plans, and on how many GPUs to measure it."""
     lead = _seconds(space, other) - _seconds(space, best)

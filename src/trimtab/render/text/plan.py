@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import PlanSettings
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trimtab.machines.nodes.roles import RoleAdvice
     from trimtab.model.plan import Plan
     from trimtab.model.workflow import Cluster
+    from trimtab.plan.estimate.answer import Interval
 
 
 HEADING = "Best placement for this task is:"
@@ -75,7 +76,11 @@ def as_data(
         "scaling": _scaling(answer.scaling, other),
         "kept": answer.kept,
         "modes": [
-            picked(mode, "mode", "seconds", "staleness", "placement", "words", "needs", "reason") for mode in modes
+            {
+                **picked(mode, "mode", "staleness", "age", "placement", "words", "needs", "reason", "proposed"),
+                **{name: _range_data(getattr(mode, name)) for name in ("seconds", "memory_gb", "gain")},
+            }
+            for mode in modes
         ],
         "interval": answer.interval and picked(answer.interval, "holds", "loss", "factors", "becomes"),
         "assumptions": list(answer.assumptions),
@@ -137,6 +142,7 @@ def print_text(
     if modes:
         out.print()
         out.print(_modes(modes, best))
+        out.print(_proposal(modes))
         print_list("What the other modes need", _mode_needs(modes))
     if answer.near_ties:
         out.print(f"\n[bold]Near ties[/] (within {noise:.0%}, the noise of a measurement; prefer the simpler plan)")
@@ -252,12 +258,34 @@ def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
 
 
 def _modes(modes: Sequence[ModePlan], best: Plan) -> Table:
+    """Seconds of a step with what no component books, peak GB of a GPU, steps that weights are old (mean, most)."""
     word, unit = _unit(best)
-    rows = [("as planned", f"{unit * best.iteration_seconds:.1f}", "", best.describe())]
+    rows = []
     for mode in modes:
-        seconds = "-" if mode.seconds is None else f"{unit * mode.seconds:.1f}"
-        rows.append((mode.mode, seconds, str(mode.staleness) if mode.words else "", mode.placement or mode.reason))
-    return text_table(("mode", f">{word}", ">weights' age", "placement"), rows)
+        seconds = ["-"] * 3
+        if mode.seconds is not None:
+            seconds = [f"{unit * value:.1f}" for value in (mode.seconds.low, mode.seconds.likely, mode.seconds.high)]
+        gain = "" if mode.gain is None else f"{mode.gain.likely:.2f}x"
+        gb = "" if mode.memory_gb is None else f"{mode.memory_gb.likely:.0f}"
+        age = f"{mode.staleness:g}" if mode.age is None else f"{mode.age:.1f}, {mode.staleness:g}"
+        # The last component of a group is the one that trains.
+        groups = [group.rpartition(", ")[2] for group in mode.placement.split(" | ")]
+        where = " | ".join(groups) if len(groups) > 1 else f"all on {groups[0].rpartition(' ')[2]}"
+        rows.append((mode.mode, *seconds, gain, gb, "" if mode.reason else age, mode.reason or where))
+    heads = (">low", f">{word}", ">high", ">faster", ">peak GB", ">age", "GPUs")
+    return text_table((Column("mode", no_wrap=True), *heads), rows)
+
+
+def _proposal(modes: Sequence[ModePlan]) -> str:
+    found = next((mode for mode in modes if mode.proposed), None)
+    if found is None or found.gain is None:
+        return "No other mode is proposed: none is faster by more than the noise of a run"
+    low, likely, high = (f"{value:.2f}x" for value in (found.gain.low, found.gain.likely, found.gain.high))
+    return f"Proposed: {found.mode}, {likely} as fast ({low} to {high}), if training bears weights of that age"
+
+
+def _range_data(values: Interval | None) -> dict[str, float] | None:
+    return picked(values, "low", "likely", "high") if values else None
 
 
 def _mode_needs(modes: Sequence[ModePlan]) -> list[str]:
