@@ -16,7 +16,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from bench.truth import Judge, fit, half_width, median_p90, one_measured, rows  # noqa: E402
+from bench.truth import Judge, fit, half_width, median_p90, one_measured, pairs, rows  # noqa: E402
 
 from trimtab.plan.estimate.constants import Constants  # noqa: E402
 from trimtab.plan.estimate.step import step_time  # noqa: E402
@@ -43,8 +43,11 @@ def intervals(found: Constants) -> Constants:
         ]
         return float(max(LEAST_SPREAD, np.quantile(under, 0.99)))
 
+    gains = [pair.error for pair in pairs.pairs(judge.constants) if pair.judged]
     return replace(
         found,
+        gain_over=max(0.0, float(np.quantile(gains, 0.95))),
+        gain_under=max(0.0, -float(np.quantile(gains, 0.05))),
         step_error=half_width(steps),
         stage_error=half_width(steps) * 2**0.5,
         measured_error=half_width(one_measured(judge, same_gpu=True)),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.truth import choosing, fit, rows, switches
+from bench.truth import choosing, fit, pairs, rows, switches
 from bench.truth.fit import Errors
 from bench.truth.rows import StepRow
 from trimtab.plan.estimate.constants import CONSTANTS, Constants
@@ -173,6 +173,33 @@ def choosing_scores(judge: Judge) -> list[Score]:
     return lines
 
 
+def mode_scores(judge: Judge) -> list[Score]:
+    found = [pair for pair in pairs.pairs(judge.constants) if pair.judged]
+    lines = []
+    for what, own in (("complete rows", [pair for pair in found if not pair.assumed]), ("all", found)):
+        share = float(np.mean([pair.right for pair in own]))
+        lines.append(
+            Score(f"better of two modes proposed, {what}", len(own), f"{share:.0%}", "", ">= 80%", share >= 0.8)
+        )
+        middle, high = median_p90([pair.error for pair in own])
+        lines.append(Score(f"  gain of that mode, {what}: median, p90", len(own), f"{middle:.1%}, {high:.1%}"))
+    inside = float(np.mean([pair.gain.low <= pair.published <= pair.gain.high for pair in found]))
+    lines.append(Score("  within the stated interval", len(found), f"{inside:.0%}"))
+    return lines
+
+
+def print_pairs(judge: Judge) -> None:
+    print("\nGain of a mode over the synchronous run, predicted from the latter (low, likely, high) and published")
+    for pair in pairs.pairs(judge.constants):
+        gain = (
+            f"{pair.gain.low:.2f} {pair.gain.likely:.2f} {pair.gain.high:.2f}" if not pair.reason else pair.reason[:15]
+        )
+        other = "" if pair.reason else "even" if pair.same_gpus else "more GPUs"
+        verdict = ("right" if pair.right else "WRONG") if pair.judged else other
+        lacking = f"assumed: {', '.join(pair.assumed)}" if pair.assumed else "complete"
+        print(f"  {pair.label:76} {gain:15} {pair.published:5.2f}  {verdict:9} {lacking}")
+
+
 def switch_scores(judge: Judge) -> list[Score]:
     found = switches.gains(judge.constants)
     right = sum(each.sign for each in found)
@@ -281,6 +308,7 @@ def scores() -> list[Score]:
         *step_scores(judge),
         *choosing_scores(judge),
         *switch_scores(judge),
+        *mode_scores(judge),
         *serving_scores(),
         *trainer_scores(judge),
         *sync_scores(),
@@ -311,6 +339,7 @@ def main() -> None:
     print("\nPublished alternatives on the same GPUs, how much slower the chosen one is than the best")
     for each in choosing.alternatives(judge.constants):
         print(f"  {each.label:66} of {each.count} {'' if each.complete else '(assumed) '}{each.regret:+.0%}")
+    print_pairs(judge)
     print("\nSwitches, how much faster they made a stage")
     for gain in switches.gains(judge.constants):
         print(f"  {gain.label:86} measured {gain.measured:5.2f}x  estimated {gain.estimated:5.2f}x")

@@ -43,7 +43,7 @@ def alternatives(constants: Callable[[str], Constants]) -> list[Alternatives]:
     found = []
     for key, group in groups.items():
         try:
-            mean = _inferred_mean(group)
+            mean = inferred_mean(group)
             estimates = [(_seconds(row, constants, mean), float(row["step_s"])) for row in group]
         except InputError:  # a model or GPU kind that no table has
             continue
@@ -56,7 +56,7 @@ def alternatives(constants: Callable[[str], Constants]) -> list[Alternatives]:
     return found
 
 
-def _inferred_mean(group: Sequence[Mapping[str, str]]) -> float | None:
+def inferred_mean(group: Sequence[Mapping[str, str]]) -> float | None:
     """Mean length from the published update of a run with all GPUs: six FLOPs at 40 % of the peak."""
     for row in group:
         if row["update_s"] and row["samples_per_step"] and not row["gen_gpus_if_separate"]:

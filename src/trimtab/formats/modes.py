@@ -18,7 +18,7 @@ from trimtab.formats.run_settings import Settings
 from trimtab.formats.write_back import shell_words
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Profile
-from trimtab.plan.estimate.answer import Estimate, Interval, estimate
+from trimtab.plan.estimate.answer import Estimate, Interval, estimate, gain_interval
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.placement.compare import if_scaling_is_worse
 from trimtab.plan.placement.planner import best_plan
@@ -84,8 +84,7 @@ def _planned(mode: OtherMode, read: Callable[[Sequence[str]], Reading], profile:
 def _compared(mode: ModePlan, own: ModePlan) -> ModePlan:
     if mode.seconds is None or own.seconds is None:
         return mode
-    gain = Interval.of(own.seconds.likely / mode.seconds.likely, CONSTANTS.gain_error)
-    return replace(mode, gain=gain)
+    return replace(mode, gain=gain_interval(own.seconds.likely / mode.seconds.likely, CONSTANTS))
 
 
 def _row(name: str, read: Reading, plan: Plan, profile: Profile | None) -> ModePlan:

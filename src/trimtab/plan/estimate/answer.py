@@ -80,6 +80,11 @@ def estimate(run: RunInputs, c: Constants, offload: str = "all", measured: Profi
     )
 
 
+def gain_interval(likely: float, c: Constants) -> Interval:
+    """The gain of another mode: what was published came to more than was predicted rather than to less."""
+    return Interval(likely * math.exp(-c.gain_over), likely, likely * math.exp(c.gain_under))
+
+
 def staleness(run: RunInputs, step: StepTime) -> tuple[float, float]:
     """(mean, greatest) steps between the weights that decoded a sample and the step that trains on it."""
     if run.mode == "sync":

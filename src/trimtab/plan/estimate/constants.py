@@ -63,7 +63,8 @@ class Constants:
     step_error: float = 0.3607
     stage_error: float = 0.5102
     measured_error: float = 0.217
-    gain_error: float = 0.2
+    gain_over: float = 0.2642
+    gain_under: float = 0.4849
     engine_memory_error: float = 0.15
     memory_error: float = 0.3021
 

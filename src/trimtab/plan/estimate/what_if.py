@@ -86,6 +86,12 @@ def _partial(run: RunInputs, _: Sequence[float], c: Constants) -> RunInputs:
     return replace(run, partial=True)
 
 
+def _on_shared_gpus(run: RunInputs, numbers: Sequence[float], c: Constants) -> RunInputs:
+    if run.rollout_gpus:
+        raise InputError("rollout has GPUs of its own in this run", where="--what-if", hint="write async:1+partial")
+    return replace(run, mode="async", partial=True, staleness=numbers[0])
+
+
 def _without(name: str) -> Change:
     return lambda run, _, __: replace(run, passes=tuple(each for each in run.passes if each != name))
 
@@ -116,6 +122,11 @@ SWITCHES: Mapping[str, Switch] = {
         _asynchronous,
         "pays where rollout and training take about as long, each on its GPUs; samples are that many steps old",
         (("staleness", 1.0, 0.0, 64.0), ("rollout GPUs", 0.0, 0.0, 1e6)),
+    ),
+    "colocate-async": Switch(
+        _on_shared_gpus,
+        "pays where the longest answers hold a step up; they go on after the update, with new weights",
+        (("staleness", 1.0, 0.0, 64.0),),
     ),
     "partial": Switch(_partial, "with async: pays where the longest answers hold a step up"),
     "lora": Switch(

@@ -278,10 +278,12 @@ def _modes(modes: Sequence[ModePlan], best: Plan) -> Table:
 
 def _proposal(modes: Sequence[ModePlan]) -> str:
     found = next((mode for mode in modes if mode.proposed), None)
+    known = any(mode.memory_gb for mode in modes)
+    more = "" if known else "; with --gpu KIND what a mode changes in decoding, and its memory, are estimated too"
     if found is None or found.gain is None:
-        return "No other mode is proposed: none is faster by more than the noise of a run"
+        return f"No other mode is proposed: none is faster by more than the noise of a run{more}"
     low, likely, high = (f"{value:.2f}x" for value in (found.gain.low, found.gain.likely, found.gain.high))
-    return f"Proposed: {found.mode}, {likely} as fast ({low} to {high}), if training bears weights of that age"
+    return f"Proposed: {found.mode}, {likely} as fast ({low} to {high}), if training bears weights of that age{more}"
 
 
 def _range_data(values: Interval | None) -> dict[str, float] | None:
