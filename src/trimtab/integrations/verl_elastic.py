@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -83,7 +84,10 @@ class ElasticPolicy:
         self._by_hand: set[str] = set()
         self._wakes: dict[str, e.WorkerAction] = {}  # until verl's next weight sync
         self._plan: Handover | None = None  # while a weight sync is being decided
+        self._deciding = False  # at a weight sync: the only time at which verl can wake a replica
+        self._may_wake = True
         self._syncing = False
+        self._given_back: list[str] = []  # while a weight sync runs
         self._woken: list[str] = []  # by the sync that runs
         self._waiting_for = 0  # samples
         self._manager: Any = None  # the trainer's checkpoint manager, of the dedicated replicas
@@ -91,6 +95,8 @@ class ElasticPolicy:
         self._seen: tuple[float, int, float] | None = None  # time, samples made, replicas that were busy
         self._made = self._busy_s = 0.0
         self._train_s, self._switch_s = FadingMean(), FadingMean()
+        self._off = {True: FadingMean(), False: FadingMean()}  # cycles with and without: how much longer than planned
+        self._planned: tuple[float, bool, float] | None = None  # when the cycle began, with shared replicas, seconds
         self._synced_at: float | None = None
         self._wait_began: float | None = None
         self._waited_s = 0.0
@@ -177,7 +183,8 @@ class ElasticPolicy:
             found = self._verl.statistics()
             plan = self._handover(ctx, found)
             wanted = int(self._ratio * ctx.step_required_samples) if plan is None else plan.samples
-            ever = found["monitor/queue/mq_queue_size"] + self._total - found["count/total_generated_samples"]
+            done = found["count/total_generated_samples"] + found["count/dropped_stale_samples"]
+            ever = found["monitor/queue/mq_queue_size"] + self._total - done
             self._waiting_for = max(0, min(wanted, ever))
             self._wait_began = self._clock()
             return self._waiting_for
@@ -185,8 +192,12 @@ class ElasticPolicy:
     def should_activate_after_step(self, global_steps: int, is_hybrid_active: bool, ctx: Any) -> bool:
         """Before each weight sync: whether shared replicas take part in it, and serve afterwards."""
         with self.lock:
-            self.look()
-            found = self._verl.statistics()
+            self._observe()
+            found, now = self._verl.statistics(), self._clock()
+            if self._planned is not None and self._planned[2] < math.inf:
+                began, chosen, planned_s = self._planned
+                self._off[chosen].add(now - began - planned_s)
+                self._off[not chosen].value = FADE * (self._off[not chosen].value or 0.0)
             self._plan = plan = self._handover(ctx, found)
             lost = [name for name in self._shared if self._replica_lost(name)]
             for name in self._shared:
@@ -199,11 +210,13 @@ class ElasticPolicy:
             for action in self._wakes.values():  # verl wakes them with the sync that begins now
                 self._handle(e.ActionDone(action.worker, action.attempt))
             self._woken, self._wakes = list(self._wakes), {}
+            woke = bool(self._woken)
+            self._planned = None if plan is None else (now, woke, plan.with_s if woke else plan.without_s)
             decided = self.machine.scaling()["decision"]
             self.decisions.append(
                 {
                     "step": global_steps,
-                    "activate": bool(self._woken),
+                    "activate": woke,
                     "reason": "" if decided is None else decided["reason"]["sentence"],
                     "wait_for": None if plan is None else plan.samples,
                     "with_s": None if plan is None else plan.with_s,
@@ -213,7 +226,7 @@ class ElasticPolicy:
             log.info("step %s: %s", global_steps, self.decisions[-1])
             self._handle(e.RefitBegun(global_steps))
             self._syncing = True
-            return bool(self._woken)
+            return woke
 
     def request_rebalance(self, global_steps: int, ctx: Any) -> None:
         """Spread running requests over the replicas that were added."""
@@ -241,6 +254,9 @@ class ElasticPolicy:
             self._measure_cycle(ctx)
             self._seen = None
             self._waiting_for = ctx.step_required_samples
+            returning, self._given_back = self._given_back, []
+            for name in returning:
+                self.give_back(name)
 
     # ---- by hand ---------------------------------------------------------------------------------------------------
 
@@ -257,6 +273,9 @@ class ElasticPolicy:
             self._known(replica)
             self._by_hand.discard(replica)
             if replica in self._shared:  # with the next sync that wakes them
+                return
+            if self._syncing:
+                self._given_back.append(replica)
                 return
             if self._replicas[replica] not in self._manager.replicas:
                 self._manager.add_replicas([self._replicas[replica]])
@@ -282,6 +301,9 @@ class ElasticPolicy:
         """One look: which servers are dead, the load, and what follows from both."""
         for name, why in dead_servers(self._replicas).items():
             self.lost(name, why)
+        self._observe()
+
+    def _observe(self) -> None:
         with self.lock:
             found = self._verl.statistics()
             now = self._clock()
@@ -402,9 +424,6 @@ class ElasticPolicy:
         fewest = max(self.config.min_workers, alive)
         self._handle(e.WorkerRangeSet(fewest, max(self.config.max_workers, fewest)))
 
-    _deciding = False  # at a weight sync: the only time at which verl can wake a replica
-    _may_wake = True
-
     def _decide(self, state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
         """At a sync by what the cycle would take, otherwise by the configured policy, which may only release."""
         if not self._deciding:
@@ -430,8 +449,12 @@ class ElasticPolicy:
         elif plan is None:
             wakes, why = True, "not measured yet"
         else:
-            wakes = plan.is_worth_it
-            why = f"the cycle takes {plan.with_s:.3g} s with the trainer's GPUs, {plan.without_s:.3g} s without"
+            with_s, without_s = (
+                plan.with_s + (self._off[True].value or 0),
+                plan.without_s + (self._off[False].value or 0),
+            )
+            wakes = with_s < without_s
+            why = f"the cycle takes {with_s:.3g} s with the trainer's GPUs, {without_s:.3g} s without"
         workers = most if wakes else min(sample.serving, most)
         reason = Reason(ReasonCode.load_high if wakes else ReasonCode.load_fits, why)
         return state, Decision(sample.within(workers), reason, f"{counted(workers, 'worker')} serve")

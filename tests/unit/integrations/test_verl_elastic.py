@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -97,7 +98,7 @@ class Rollouter:
         self.config = type("Config", (dict,), {"async_training": asynchronous})(self.config)
         self.llm_server_manager = Servers(shared, dedicated)
         self.total_rollout_steps = 10_000
-        self.made = self.active = self.buffered = 0
+        self.made = self.active = self.buffered = self.dropped = 0
         self.__ray_call__ = Call(lambda function, *given: function(self, *given))
         self.get_statistics = Call(self._statistics)
         self.add_replicas = Call(lambda names: self._add(names))
@@ -111,6 +112,7 @@ class Rollouter:
             "monitor/active_tasks_size": self.active,
             "monitor/queue/mq_queue_size": self.buffered,
             "count/total_generated_samples": self.made,
+            "count/dropped_stale_samples": self.dropped,
             "count/staleness_samples": self.active + self.buffered,
             "static/max_required_samples": 48,
         }
@@ -263,6 +265,16 @@ def test_shared_replicas_come_back_for_each_cycle_that_is_shorter_with_them() ->
     assert found["with_s"] < found["without_s"]
 
 
+def test_cycles_that_take_longer_than_planned_weigh_in_the_next_decision() -> None:
+    verl = Verl(activate_s=0.5)
+    verl.sync()
+    for _ in range(2):
+        cycle(verl, 1.0, 0.5)
+    verl.now += 60.0  # lost with the shared replicas awake, and in no figure
+    cycle(verl, 1.0, 0.5)
+    assert cycle(verl, 1.0, 0.5) is False
+
+
 def test_a_falling_load_releases_shared_replicas_one_by_one_before_the_handover() -> None:
     verl = Verl()
     verl.sync()
@@ -305,6 +317,22 @@ def test_a_dedicated_replica_given_back_serves_after_the_next_sync_if_it_missed_
     verl.sync()
     assert "d0" in verl.routed
     assert len(verl.checkpoint_manager.replicas) == 2
+
+
+def test_one_given_back_during_a_weight_sync_is_not_added_to_it() -> None:
+    verl = Verl()
+    verl.sync()
+    verl.policy.drain("standalone_0", "its node goes")
+    verl.hand_over()
+    activate = verl.begin_sync()
+    verl.policy.give_back("standalone_0")
+    assert len(verl.checkpoint_manager.replicas) == 1
+    verl.end_sync(activate)
+    assert len(verl.checkpoint_manager.replicas) == 2
+    assert "d0" not in verl.routed
+    verl.hand_over()
+    verl.sync()
+    assert "d0" in verl.routed
 
 
 def test_one_given_back_with_the_current_weights_serves_at_once() -> None:
@@ -357,7 +385,7 @@ def test_the_trainer_does_not_wait_for_more_samples_than_the_run_still_makes() -
     verl = Verl()
     verl.sync()
     verl.rollouter.total_rollout_steps = verl.policy._total = 100
-    verl.rollouter.made, verl.rollouter.buffered = 100, 5
+    verl.rollouter.made, verl.rollouter.dropped, verl.rollouter.buffered = 99, 1, 5
     assert verl.hand_over() == 5
 
 
@@ -449,4 +477,5 @@ def test_the_handover_is_the_best_of_all(cycle: TrainingCycle) -> None:
 def test_without_dedicated_engines_a_cycle_waits_for_all_its_samples() -> None:
     plan = plan_handover(TrainingCycle(16, 2, 0, 0.5, 0.0, 4.0, 100.0))
     assert plan.samples == 32
-    assert plan.is_worth_it
+    assert plan.with_s == pytest.approx(100 + 32 / 4 + 2 * 0.5)
+    assert plan.without_s == math.inf

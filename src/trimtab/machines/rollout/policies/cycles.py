@@ -36,10 +36,6 @@ class Handover:
     with_s: float  # duration of the cycle with the shared engines
     without_s: float
 
-    @property
-    def is_worth_it(self) -> bool:
-        return self.with_s < self.without_s
-
 
 def plan_handover(cycle: TrainingCycle) -> Handover:
     """How many samples to wait for with the shared engines awake, and what the cycle takes with and without them."""
