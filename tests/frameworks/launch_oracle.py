@@ -77,4 +77,4 @@ def _fits(mine: str, theirs: str) -> bool:
 
 
 def _without_time(word: str) -> str:
-    return re.sub(r"20\d\d[-\d_:T]*|\d{4}[-_]\d{4,6}|\d\d:\d\d:\d\d", "#", word)
+    return re.sub(r"20\d\d[-\d_:T]*|\d{4}[-_]\d{4,6}|\d\d[:.]\d\d[:.]\d\d", "#", word)

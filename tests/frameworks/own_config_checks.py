@@ -1,8 +1,9 @@
 """Runs inside .venv-areal: gives configs to the own classes of AReaL, TRL and ROLL, which check them when they start.
 
-Standard input: a JSON list of {"framework", "file", "overrides"} (AReaL, ROLL) or {"framework", "flags", "processes"}
-(TRL). Standard output: a JSON list of {"gpus": {role: GPUs}} or {"error": text}. ROLL comes from PYTHONPATH. AReaL's
-trainer and ROLL's pipelines need their engines: of these, the rules on shared GPUs are repeated here.
+Standard input: a JSON list of {"framework", "file", "overrides"} (AReaL, ROLL) or {"framework", "trainer", "folder",
+"words", "server", "processes"} (TRL). Standard output: a JSON list of {"gpus": {role: GPUs}} or {"error": text}. ROLL
+comes from PYTHONPATH. AReaL's trainer and ROLL's pipelines need their engines: of these, the rules on shared GPUs are
+repeated here.
 """
 
 import json
@@ -80,18 +81,26 @@ def roll(case):
 
 
 def trl(case):
-    from trl import GRPOConfig
+    from transformers import HfArgumentParser
+    from trl import GRPOConfig, ModelConfig, RLOOConfig, ScriptArguments, TrlParser
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+    from trl.scripts.vllm_serve import ScriptArguments as ServerArguments
 
-    GRPOConfig.world_size = property(lambda self: case["processes"])
-    known = set(GRPOConfig.__dataclass_fields__)
-    flags = {name: value for name, value in case["flags"].items() if name in known}
-    made = GRPOConfig(output_dir=".", use_cpu=True, bf16=False, report_to="none", **flags)
+    kinds = {"grpo": (GRPOConfig, ModelConfig), "rloo": (RLOOConfig, ModelConfig), "async_grpo": (AsyncGRPOConfig,)}
+    kind, *others = kinds[case["trainer"]]
+    kind.world_size = property(lambda self: case["processes"])
+    os.chdir(case["folder"])
+    here = ["--output_dir=.", "--use_cpu", "--bf16=False", "--report_to=none"]
+    parser = TrlParser((ScriptArguments, kind, *others))
+    _, made, *_ = parser.parse_args_and_config([*case["words"], *here], return_remaining_strings=True)
+    if case["server"] is not None:
+        HfArgumentParser(ServerArguments).parse_args_into_dataclasses(["--model=Qwen/Qwen3-8B", *case["server"]])
+    step = made.per_device_train_batch_size * case["processes"] * made.gradient_accumulation_steps
+    if kind is AsyncGRPOConfig:
+        return {"step": step}
     if made.use_vllm and made.vllm_mode == "colocate":  # trl/generation/vllm_generation.py
         assert case["processes"] % made.vllm_tensor_parallel_size == 0
-    return {
-        "batch": made.generation_batch_size // made.num_generations,
-        "step": made.per_device_train_batch_size * case["processes"] * made.gradient_accumulation_steps,
-    }
+    return {"step": step, "batch": made.generation_batch_size // made.num_generations}
 
 
 def checked(case):

@@ -14,11 +14,16 @@ from pathlib import Path
 
 import config_oracle as oracle
 import pytest
+import yaml
 from corpus_oracle import Case, Says
 from test_corpus import EXTRA, checkout, held, profile_for, table_of
+from test_own_placement_code import ask
 
+from dialect_plans import DATA
+from real_launches import read
 from trimtab.core.errors import InputError
 from trimtab.formats import write_back
+from trimtab.formats.frameworks.trl import Trl
 from trimtab.formats.load import load
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
@@ -111,3 +116,36 @@ def test_what_is_written_is_taken_by_their_own_config_classes(name: str, cases, 
             assert written == {"gpus": {role: plan[role] for role in written.get("gpus", own["gpus"])}}
             taken += 1
     assert taken >= least
+
+
+def test_trls_own_parsers_take_its_launches_and_what_is_written(tmp_path: Path) -> None:
+    """The flags of every launch of the corpus, as they are and as planned: the samples of a step stay."""
+    asked, kept = [], []
+    for at, case in enumerate(yaml.safe_load((DATA / "real" / "trl" / "launches.yaml").read_text())):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        if "reads" not in case:
+            continue
+        loaded = read(Trl, case, folder)
+        space, outcome = best_plan(loaded.job, loaded.rules)
+        assert outcome.best is not None
+        values = loaded.settings(to_plan(space, outcome.best)).values
+        assert loaded.current is not None
+        own = {"num_processes": len(loaded.current.ranks["update_actor"])}
+        program = " ".join((*case["program"], *case["arguments"][:1]))
+        trainer = next((name for name in ("rloo", "async_grpo") if name in program), "grpo")
+        words = case["arguments"][1:] if case["program"] == ["trl"] else case["arguments"]
+        for written in (own, values):
+            server = [f"--{k.partition('.')[2]}={v}" for k, v in written.items() if k.startswith("vllm_serve.")]
+            flags = [f"--{k}={v}" for k, v in written.items() if "." not in k and not k.startswith("num_")]
+            kept.append(case["reads"]["batch"])
+            asked.append({
+                "framework": "trl", "trainer": trainer, "folder": str(folder), "words": [*words, *flags],
+                "server": server or case.get("beside"), "processes": written["num_processes"],
+            })  # fmt: skip
+    answers = ask(".venv-areal", "own_config_checks.py", asked)
+    assert len(answers) >= 40
+    assert not [answer for answer in answers if "gpus" not in answer]
+    found = [answer["gpus"] for answer in answers]
+    assert [each.get("batch", batch) for each, batch in zip(found, kept, strict=True)] == kept
+    assert [each["step"] for each in found[::2]] == [each["step"] for each in found[1::2]]

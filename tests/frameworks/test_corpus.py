@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import corpus_oracle as oracle
 import pytest
+from conftest import row
 
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats import write_back
@@ -111,6 +113,7 @@ def table_of(
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     lines = []
+    began = time.monotonic()
     for case in cases:
         for key, value in case.environment.items():
             monkeypatch.setenv(key, value)
@@ -132,9 +135,13 @@ def table_of(
         counts[column] += 1
         if why:
             lines.append(f"  {column}: {case.name or case.path}: {' '.join(why.split())[:300]}")
+    right = counts["read right"]
+    whole = {"found": counts["composes"], "not RL": counts["not planned"], "accepted": right, "read right": right}
+    whole |= {"refused": counts["wrongly refused"], "wrong": counts["wrong"], "planned": right}
+    row(name, "configs", Counter({**whole, "slower": counts["slower plans"]}), began)
     head = f"{'':12} {'files':>6} " + " ".join(f"{column:>15}" for column in COLUMNS)
-    row = f"{name:12} {counts['files']:>6} " + " ".join(f"{counts[column]:>15}" for column in COLUMNS)
-    print("", head, row, *lines, *(f"  {count} not planned: {why}" for why, count in reasons.most_common()), sep="\n")
+    cells = f"{name:12} {counts['files']:>6} " + " ".join(f"{counts[column]:>15}" for column in COLUMNS)
+    print("", head, cells, *lines, *(f"  {count} not planned: {why}" for why, count in reasons.most_common()), sep="\n")
     return counts
 
 

@@ -24,8 +24,7 @@ from trimtab.formats.launch.read import CHOICE, LaunchChoice, composed, evaluate
 from trimtab.formats.launch.shell import Shell
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.placement.compare import current_plan
-from trimtab.plan.placement.planner import best_plan
-from trimtab.plan.placement.timeline import to_plan
+from trimtab.plan.placement.planner import best_plan, explain
 
 pytestmark = pytest.mark.frameworks
 
@@ -129,7 +128,8 @@ def outcome(script: Path, number: int, given: list[str]) -> tuple[str, str]:
     assert found.best is not None
     if loaded.current is None:
         return "no plan", "its own placement is not read"
-    own, best = current_plan(space, loaded.current, found.best).plan, to_plan(space, found.best)
+    own = current_plan(space, loaded.current, found.best).plan
+    best = explain(space, found, current=loaded.current, with_sensitivity=False).best
     if own is not None and best.iteration_seconds > own.iteration_seconds * (1 + 1e-9):
         return "slower", f"{best.describe()}: {best.iteration_seconds:.1f} s, own {own.iteration_seconds:.1f} s"
     return "planned", ""

@@ -8,6 +8,7 @@ given to the framework's own start-up code with all words of the launch.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import row
 from test_corpus import checkout, relations
 from test_own_placement_code import ROOT, ask
 
@@ -125,6 +127,7 @@ def table(
 ) -> Counter[str]:
     counts: Counter[str] = Counter()
     lines, asked, planned = [], [], []
+    began = time.monotonic()
     for case in cases:
         column, why, words = judge(kind, case, folder)
         counts[column] += 1
@@ -149,10 +152,15 @@ def table(
         elif (after["trainer"], after["rollout"]) != (case.planned[kind.REQUIRED[1]], case.planned["rollout"]):
             counts["own checks refuse"] += 1
             lines.append(f"  placed unlike the plan: {case.name}: {after}, planned {case.planned}")
+    right = counts["read right"]
+    whole = {"found": len(cases), "not RL": counts["not planned"], "accepted": right, "read right": right}
+    whole |= {"refused": counts["refused"], "wrong": counts["wrong"] + counts["script wrong"], "planned": right}
+    whole |= {"slower": counts["slower plans"], "own checks no": counts["own checks refuse"]}
+    row(kind.TITLE, "launches", Counter(whole), began)
     head = f"{'':12} {'launches':>9} " + " ".join(f"{column:>17}" for column in COLUMNS)
-    row = f"{kind.TITLE:12} {len(cases):>9} " + " ".join(f"{counts[column]:>17}" for column in COLUMNS)
+    cells = f"{kind.TITLE:12} {len(cases):>9} " + " ".join(f"{counts[column]:>17}" for column in COLUMNS)
     with capsys.disabled():
-        print("", head, row, *lines, sep="\n")
+        print("", head, cells, *lines, sep="\n")
     return counts
 
 

@@ -61,7 +61,11 @@ def parallel(text: str, option: str, words: tuple[str, ...]) -> dict[str, Any]:
 
 
 def merged(inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs of a file with those of the command line over them; `rollout` and `train` word by word."""
+    """Inputs of a file with those of the command line over them; `rollout` and `train` word by word.
+
+    An algorithm of the file's own, which no table has, is left to the default.
+    """
+    inputs = {key: value for key, value in inputs.items() if key != "algorithm" or str(value).lower() in PASSES}
     words = {
         key: {**inputs.get(key, {}), **parallel(given.get(key, ""), f"--{key}", known)}
         for key, known in (("rollout", ROLLOUT_WORDS), ("train", TRAIN_WORDS))
