@@ -19,11 +19,13 @@ from trimtab.runtime.rayapi import connect
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "seeds.md"
-ROW = re.compile(r"^\| (?P<promise>.+?) \| (?P<where>.+?) \| `(?P<test>[^`|]+)` \| (?P<state>.+?) \|$")
+TEST = r"`(?P<test>[^`|]+)`(?: \((?P<mark>\w+)\))?"
+ROW = re.compile(rf"^\| (?P<promise>.+?) \| (?P<where>.+?) \| {TEST} \| (?P<state>.+?) \|$")
+LATER = r"pytest\.mark\.(long|engines|frameworks)"
 COSTS = {"trainer_cost": 95.7, "inference_cost": 30.8, "rollout_cost": 59.9}
 
 
-def rows() -> list[dict[str, str]]:
+def rows() -> list[dict[str, Any]]:
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     kept = [line for line in lines if not line.startswith("| what is promised")]
     found = [ROW.match(line) for line in kept]
@@ -31,24 +33,31 @@ def rows() -> list[dict[str, str]]:
     return [match.groupdict() for match in found if match is not None]
 
 
-def names_in(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    return {node.name for node in functions if node.name.startswith("test_")}
+def marks_in(path: Path) -> dict[str, str | None]:
+    """The tests of a file, each with the mark that keeps it out of `make test`."""
+    text = path.read_text(encoding="utf-8")
+    whole = re.search(rf"^pytestmark = {LATER}", text, re.MULTILINE)
+    found: dict[str, str | None] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+            own = [re.match(LATER, ast.unparse(one)) for one in node.decorator_list]
+            mark = next((one for one in own if one), whole)
+            found[node.name] = mark.group(1) if mark else None
+    return found
 
 
 def test_every_row_names_a_test_that_exists_and_says_that_it_works_or_why_ours_is_better() -> None:
     table = rows()
     assert len(table) >= 139
-    known: dict[str, set[str]] = {}
-    missing = []
+    known: dict[str, dict[str, str | None]] = {}
+    wrong = []
     for row in table:
         file, _, name = row["test"].partition("::")
         if file not in known:
-            known[file] = names_in(ROOT / "tests" / file) if (ROOT / "tests" / file).is_file() else set()
-        if name not in known[file]:
-            missing.append(row["test"])
-    assert missing == []
+            known[file] = marks_in(ROOT / "tests" / file) if (ROOT / "tests" / file).is_file() else {}
+        if name not in known[file] or known[file][name] != row["mark"]:
+            wrong.append((row["test"], row["mark"], known[file].get(name, "there is no such test")))
+    assert wrong == []
     assert [row for row in table if not re.match(r"works|better: .", row["state"])] == []
     assert len({row["promise"] for row in table}) == len(table)
 
