@@ -246,13 +246,13 @@ def test_64_at_once_with_an_engine_killed_among_them_are_answered_once_each(flee
     async def scene() -> None:
         async with asking(fleet.urls, limit=8) as (client, front):
             front.pool.add_listener(note)
-            first = front.pool.workers()[0].worker
             calls = [
                 asyncio.create_task(streamed(client) if at % 3 == 0 else whole(client, (completed, chatted)[at % 2]))
                 for at in range(64)
             ]
-            await until_async(lambda: sum(answered.values()) >= 8)
-            assert next(one for one in front.pool.workers() if one.worker == first).running
+            first = front.pool.workers()[0].worker
+            runs = lambda: next(one for one in front.pool.workers() if one.worker == first).running  # noqa: E731
+            await until_async(lambda: sum(answered.values()) >= 8 and runs())
             fleet.kill()
             assert await asyncio.gather(*calls) == [tokens] * 64
             assert len(answered) == 64
