@@ -107,6 +107,7 @@ async def come_up(process: Process) -> Process:
                 adapter, _ = await attach("new", process.url, session, EngineDeadlines(call_s=10))
                 if (await adapter.ready()).up:
                     await answer(adapter, greedy("first", PROMPT, 2))
+                    await adapter.close()
                     return process
             except UnreachableError:
                 pass
