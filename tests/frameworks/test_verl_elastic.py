@@ -76,4 +76,4 @@ def test_verls_default_policy_goes_through_the_same_trace_on_the_same_stand(tmp_
     seen = trained("default", 6, "none", tmp_path)
     assert Counter(seen["got"]) == Counter(range(6 * CYCLE))
     assert seen["wrong"] == []
-    assert seen["activated"] == seen["deactivated"] + 1
+    assert seen["activated"] >= seen["deactivated"] > 0

@@ -11,7 +11,7 @@ import ray
 CYCLE = 32  # samples between two weight syncs
 LONG = 15  # steps with long answers; shorter ones follow
 SYNC_S, WAKE_S, SLEEP_S = 0.1, 0.3, 0.1
-TOKEN_S = 0.03
+TOKEN_S = float(os.environ.get("TOKEN_S", "0.03"))
 
 
 def answer(prompt, at):
