@@ -159,7 +159,7 @@ class RolloutWorld:
             self.counted["gaps"] += 1
         on_purpose = isinstance(event, e.AbortedExternally) and self._is_current(event.request, event.attempt)
         if on_purpose:
-            self.aborts_heard[self.clients[event.request].worker] = self.now + 0.01
+            self.aborts_heard[self.machine.request(event.request).worker] = self.now + 0.01
         self.tell(event)
         if on_purpose:
             client = self.clients[event.request]
