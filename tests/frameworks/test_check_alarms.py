@@ -1,7 +1,8 @@
 """Configs that the frameworks publish with their hardware are not alarmed at.
 
 FRAMEWORKS_DIR names a folder with a checkout `nemo-rl`, whose recipes name nodes and GPUs in their file names: eight of
-a node are H100-80, four are GB200. A recipe whose model is not in the table of models is not counted.
+a node are H100-80, four are GB200. A recipe whose model is not in the table of models is not counted. Scripts of
+`verl`, `verl-recipe` and `openrlhf` do not name their GPUs: the first of 80, 141 and 192 GB that is not alarmed at is taken.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trimtab.core.errors import TrimtabError
-from trimtab.formats import check_settings
+from trimtab.formats import catalogue, check_settings
 from trimtab.plan.check.check import check
 
 pytestmark = pytest.mark.frameworks
@@ -22,6 +24,9 @@ pytestmark = pytest.mark.frameworks
 CHECKOUTS = os.environ.get("FRAMEWORKS_DIR", "")
 TRAINS = re.compile(r"(grpo|dapo|ppo|prorl|gspo|gdpo)")
 AT_LEAST, ALARMS = 100, 3
+KINDS = ("h100", "h200", "b200")
+REFUSED_BY_CODE = {"batched-tokens", "experts", "micro-batch-tokens", "options"}
+"""Rules that the frameworks' and engines' own code checks: a script that breaks them cannot start."""
 
 
 def test_published_recipes_are_not_alarmed_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +56,33 @@ def test_published_recipes_are_not_alarmed_at(capsys: pytest.CaptureFixture[str]
         print("\n" + "\n".join([*lines, *(f"{name:28} {count:4}" for name, count in [*seen.items(), *rules.items()])]))
     assert seen["checked"] >= AT_LEAST
     assert seen["checked, alarmed"] + seen["model not known, alarmed"] <= ALARMS
+
+
+@pytest.mark.parametrize("scripts", ["verl/examples", "verl-recipe", "openrlhf/examples"])
+def test_scripts_are_alarmed_at_only_by_what_code_refuses(scripts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(CHECKOUTS) / scripts
+    if not CHECKOUTS or not root.is_dir():
+        pytest.skip(f"FRAMEWORKS_DIR names no folder with {scripts}")
+    seen, lines, wrong = Counter[str](), [], 0
+    for file in sorted(root.rglob("*.sh")):
+        try:
+            setup = check_settings.read(file, [], {"gpu": KINDS[0]})
+        except TrimtabError:
+            seen["refused"] += 1
+            continue
+        if setup.model is None:
+            seen["model not known"] += 1
+            continue
+        seen["checked"] += 1
+        for kind in KINDS:
+            gpu = catalogue.gpu(kind)
+            errors = check(replace(setup, gpu=gpu, host_memory=gpu.host_memory_gb), check_settings.exclusions()).errors
+            if not errors:
+                break
+            seen[f"alarmed on {kind}"] += 1
+        else:
+            lines += [f"{file.relative_to(root)}: {finding.rule}: {finding.what}" for finding in errors]
+            wrong += not {finding.rule for finding in errors} & REFUSED_BY_CODE
+    with capsys.disabled():
+        print("\n" + "\n".join([*lines, *(f"{scripts} {name:20} {count:4}" for name, count in seen.items())]))
+    assert wrong <= ALARMS

@@ -79,8 +79,9 @@ def read(path: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> RunS
     composed = composed_config(path, overrides)
     stated, keys = from_table(name, composed.reader)
     values = {**values, **stated, "framework": name, "version": str(given.get("version") or "")}
+    keys.setdefault("model_name", "model")
     if given.get("model_name"):
-        keys.pop("model_name", None)
+        keys.pop("model_name")
     if name in ODD:
         ODD[name](composed.reader, values, keys)
     else:
@@ -252,6 +253,10 @@ def _verl(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]) ->
     swap = _option(reader, "actor_rollout_ref.rollout.swap_space")
     if isinstance(swap, int | float):
         values["rollout_swap"] = float(swap)
+    values["rollout_whole_context"] = within(version, "0.7", "")
+    # Weights of a sleeping vLLM were kept in host memory (level 1) until 0.6, and are beside adapters.
+    backed = within(version, "0.3", "0.6") or bool(values.get("train_lora"))
+    values["rollout_backup"] = backed and values.get("rollout_backend") == "vllm"
     early = within(version, "", "0.3.1")
     values.update(rollout_wakes_whole=early, rollout_full_copy=early)
     values["reference"] = bool(
@@ -277,6 +282,7 @@ def _verl(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]) ->
         if "train_etp" not in values:
             values["train_etp"] = values.get("train_tp", 1)
     else:
+        values["train_cp"] = 1  # estimates call Ulysses' size so
         size = (
             2.0
             if str(_option(reader, "actor_rollout_ref.actor.fsdp_config.model_dtype")) in ("bf16", "bfloat16")

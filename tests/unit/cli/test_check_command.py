@@ -22,8 +22,11 @@ ROOT = Path(__file__).parents[3]
 DIED = sorted((ROOT / "tests" / "data" / "died").glob("*.yaml"))
 EXAMPLE = ROOT / "examples" / "check"
 MISSED = {
+    "easyr1-50": "images; 280 of 478 GB by arithmetic",
     "easyr1-59": "a leak: 7B offloaded needs a quarter of the memory that filled up",
     "gpustack-1800": "images are profiled with the engine's start, and are not counted",
+    "ms-swift-3359": "55 of 79 GB; what this release keeps of logits is not known",
+    "ms-swift-3871": "88 % by arithmetic; how its engines were started is not stated",
     "megatron-61": "85 % of the memory that the thread says was free",
     "nemo-rl-191": "fits by arithmetic: fragmentation or a copy that is not known",
     "nemo-rl-2319": "fragmentation, and tensors that stay between steps",
@@ -33,17 +36,30 @@ MISSED = {
     "openrlhf-332": "70 % by arithmetic; memory grew while gradients were accumulated",
     "openrlhf-336": "an engine of 2024 took 3 GB more for activations than later ones report",
     "openrlhf-392": "just below the limit: the model behind 16B is a guess",
+    "openrlhf-776": "a quarter of a GPU by arithmetic; the thread does not say where it died",
     "openrlhf-911": "a reward script grew to 177 GB",
     "prime-rl-3052": "75 % by arithmetic",
     "slime-1951": "a scheduler of that release ignored the limit of tokens",
     "tinyzero-107": "the critic's passes are not counted",
     "verl-2820": "runs on two GPUs and not on more, unexplained in the thread",
+    "verl-2865": "93 % of a GPU beside the engine, told as that; offload and rollout are not stated",
+    "verl-3364": "half of a GPU by arithmetic; batches are not stated",
+    "verl-3987": "half of a GPU by arithmetic",
+    "verl-agent-95": "environments take the host's memory",
+    "verl-megatron-practice-2": "64 GB by arithmetic; a public estimator says 88",
 }
+
+
+def _case(file: Path) -> dict[str, Any]:
+    case: dict[str, Any] = yaml_text.parse(file.read_text(), file.name)
+    return case
 
 
 def setup_of(case: dict[str, Any], folder: Path, overrides: list[str], **more: Any) -> tuple[CheckFinding, ...]:
     file = folder / "config.yaml"
     file.write_text(yaml_text.dump(nested(case["config"]) if "config" in case else case["settings"]))
+    if str(case.get("gpu", "")).endswith(".yaml"):
+        case = {**case, "gpu": str(ROOT / case["gpu"])}
     plus = "++" if "config" in case else ""
     given = {key: case[key] for key in ("gpu", "host_memory", "version") if key in case}
     setup = check_settings.read(file, [f"{plus}{override}" for override in overrides], {**given, **more})
@@ -52,7 +68,7 @@ def setup_of(case: dict[str, Any], folder: Path, overrides: list[str], **more: A
 
 @pytest.mark.parametrize("file", DIED, ids=lambda file: file.stem)
 def test_a_run_that_died_is_told_with_its_cause_and_its_cure_passes(file: Path, tmp_path: Path) -> None:
-    case: dict[str, Any] = yaml_text.parse(file.read_text(), file.name)
+    case = _case(file)
     assert "#" in case["source"]
     assert case["what"]
     named = [finding for finding in setup_of(case, tmp_path, []) if finding.cause == case["cause"]]
@@ -67,12 +83,17 @@ def test_a_run_that_died_is_told_with_its_cause_and_its_cure_passes(file: Path, 
 
 
 def test_enough_of_the_reports_are_told() -> None:
-    """At least 40 by name; 5 of each cause but the cache, of which 4 of 7 are told."""
-    told = Counter(yaml_text.parse(file.read_text(), file.name)["cause"] for file in DIED if file.stem not in MISSED)
+    told = Counter(_case(file)["cause"] for file in DIED if file.stem not in MISSED)
     assert sum(told.values()) >= 40
-    assert all(told[cause] >= 5 for cause in ("gpu memory", "sleep and wake", "host memory", "sizes"))
-    assert told["kv cache"] >= 4
+    assert all(told[cause] >= 5 for cause in ("gpu memory", "sleep and wake", "host memory", "sizes", "kv cache"))
     assert set(MISSED) <= {file.stem for file in DIED}
+
+
+def test_reports_rebuilt_before_they_were_checked_say_what_came_of_the_first_try() -> None:
+    """`first_try` stays as it was: what was mended since is counted among all reports, not among these."""
+    tries = [case["first_try"] for case in map(_case, DIED) if "first_try" in case]
+    assert len(tries) >= 10
+    assert tries.count("told") == 10
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -92,7 +113,11 @@ def test_the_example_dies_until_its_cures_are_taken(capsys: pytest.CaptureFixtur
     data = json.loads(out)
     assert status == 3
     assert {finding["cause"] for finding in data["findings"]} == {"gpu memory", "sleep and wake"}
-    assert not data["can_run"]
+    assert data["can_run"] is False
+    for finding in data["findings"]:
+        assert finding["releases"] == "any framework"
+        assert finding["dated"] >= "2025"
+        assert "#" in finding["source"] or "/" in finding["source"]
     status, out, _ = call(capsys, runs, "--gpu", "a100-80")
     assert status == 0
     assert "can run" in out
@@ -110,7 +135,24 @@ def test_without_a_gpu_or_a_known_model_the_rest_is_checked(capsys: pytest.Captu
     assert status == 0
     assert "give --gpu" in out
     assert "/models/own is not known" in out
+    assert "no error in what could be checked; not checked: heads, layers and memory; GPU and host memory" in out
+    assert "can run" not in out
     assert call(capsys, EXAMPLE / "grpo-runs.yaml", "--model", "qwen2.5-7b")[0] == 0
+
+
+def test_sequence_parallelism_of_verl_is_counted_once(tmp_path: Path) -> None:
+    sp = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
+    setup = check_settings.read(EXAMPLE / "grpo-runs.yaml", [f"++{sp}"], {"gpu": "h100"})
+    assert (setup.train_sp, setup.train_cp) == (4, 1)
+
+
+def test_an_unknown_model_of_any_framework_leaves_the_rest_to_check(capsys: pytest.CaptureFixture[str]) -> None:
+    skyrl = ROOT / "examples" / "frameworks" / "skyrl.yaml"
+    status, out, _ = call(capsys, skyrl, "--gpu", "h100", "trainer.policy.model.path=/models/own")
+    assert status == 0
+    assert "not checked: memory, in full; heads, layers and memory" in out
+    status, out, _ = call(capsys, skyrl, "trainer.policy.model.path=/models/own", "--format", "json")
+    assert json.loads(out)["can_run"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,36 @@ def test_the_cheapest_cure_comes_first() -> None:
     finding = next(found for found in check(replace(BASE, micro_batch=64)).findings if found.rule == "gpu-update")
     assert finding.cures[0].values == {"micro_batch": 8}
     assert "nothing" in finding.cures[0].cost
+
+
+def test_a_cure_says_what_it_costs_in_seconds_of_a_step() -> None:
+    parked = replace(BASE, rollout_memory=0.8, train_offload_optimizer=False, train_offload_weights=False)
+    cures = next(found for found in check(parked).findings if found.rule == "engine-beside-trainer").cures
+    assert cures[0].values == {"rollout_memory": 0.7}
+    moved = next(cure for cure in cures if "train_offload_optimizer" in cure.values)
+    assert re.match(r"about \d+(\.\d+)? s a step to move \d+ GB there and back on each GPU", moved.cost)
+
+
+def test_an_engine_without_a_stated_context_takes_the_models() -> None:
+    llama = replace(
+        BASE,
+        model=catalogue.model("llama-3.1-8b")[1],
+        positions=131072,
+        rollout_tp=1,
+        rollout_memory=0.4,
+        micro_batch=1,
+    )
+    assert "one-sequence" not in rules(check(llama))
+    assert "one-sequence" in rules(check(replace(llama, rollout_whole_context=True)))
+    assert "one-sequence" not in rules(check(replace(llama, rollout_whole_context=True, rollout_backend="sglang")))
+    assert "one-sequence" not in rules(check(replace(llama, rollout_whole_context=True, rollout_max_length=4096)))
+
+
+def test_a_finding_names_the_releases_its_rule_holds_for() -> None:
+    row = Exclusion("verl", {"a": True}, "they do", {"a": False}, "owner/repo#1", "2026-01", since="0.3", until="0.5")
+    (finding,) = found(replace(BASE, version="0.4", options={"a": True}), (row,))
+    assert (finding.releases, finding.dated, finding.source) == ("verl from 0.3 before 0.5", "2026-01", "owner/repo#1")
+    assert {found.releases for found in check(replace(BASE, logprob_batch=512)).findings} == {"any framework"}
 
 
 def test_memory_is_not_summed_up_for_a_layout_that_does_not_exist() -> None:

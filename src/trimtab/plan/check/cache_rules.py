@@ -9,7 +9,7 @@ import numpy as np
 
 from trimtab.plan.check import cures, gpu_memory
 from trimtab.plan.check.cures import Change
-from trimtab.plan.check.findings import CheckFinding, CheckRule, Remedy, within
+from trimtab.plan.check.findings import CheckFinding, CheckRule, Remedy
 from trimtab.plan.check.setup import RunSetup
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.estimate.lengths import Lengths
@@ -149,9 +149,8 @@ def shorter_than_asked(run: RunSetup) -> Iterator[CheckFinding]:
 
 
 def batched_tokens(run: RunSetup) -> Iterator[CheckFinding]:
-    """Without chunked prefill a whole prompt goes into one step; verl's engines take the model's context by default."""
-    own = run.positions if run.framework == "verl" and within(run.version, "0.7", "") else None
-    length = run.rollout_max_length or own or run.longest
+    """Without chunked prefill a whole prompt goes into one step."""
+    length = run.held_tokens
     if run.rollout_backend != "vllm" or run.rollout_chunked or not run.rollout_batched_tokens or not length:
         return
     if run.rollout_batched_tokens < length:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.plan.check import cache_rules, cluster_rules, gpu_memory, gpu_rules, host_rules, options, sizes
 from trimtab.plan.check.cluster_rules import LiveNode
-from trimtab.plan.check.findings import CheckFinding, CheckRule
+from trimtab.plan.check.findings import CheckFinding, CheckRule, releases
 from trimtab.plan.check.options import Exclusion
 from trimtab.plan.check.setup import RunSetup
 from trimtab.plan.estimate.phases import Phase
@@ -53,7 +53,14 @@ def _found(run: RunSetup, rules: tuple[CheckRule, ...]) -> Iterator[CheckFinding
     for rule in rules:
         if rule.holds(run):
             for finding in rule.find(run):
-                yield replace(finding, rule=rule.name, cause=rule.cause)
+                yield replace(
+                    finding,
+                    rule=rule.name,
+                    cause=rule.cause,
+                    source=rule.source,
+                    dated=rule.dated,
+                    releases=releases(rule.frameworks, rule.since, rule.until),
+                )
 
 
 def _unchecked(run: RunSetup, *, broken: bool) -> Iterator[str]:
@@ -61,14 +68,14 @@ def _unchecked(run: RunSetup, *, broken: bool) -> Iterator[str]:
         yield "memory: the parallel sizes make no layout"
         return
     if run.in_part:
-        yield f"all memory: of {run.framework}'s configs the sizes are read, so that findings of memory only warn"
+        yield f"memory, in full: of {run.framework}'s configs the sizes are read, so that findings of memory only warn"
     if run.model is None:
         yield f"heads, layers and memory: the model {run.model_name or 'is not stated'} is not known; give --model"
     if run.gpu is None:
         yield "GPU and host memory: give --gpu"
     if not run.gpus:
         yield "GPUs: the config does not say how many; give --gpus"
-    if run.model and run.gpu and run.gpus and not (run.update_tokens and run.rollout_memory):
+    if run.model and run.gpu and run.gpus and not run.in_part and not (run.update_tokens and run.rollout_memory):
         missing = [
             words
             for words, value in (

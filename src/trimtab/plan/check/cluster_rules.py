@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trimtab.plan.check.findings import CheckFinding, Remedy
+from trimtab.plan.check.findings import CheckFinding, Remedy, Severity, releases
 from trimtab.plan.check.host_rules import TOKEN_BYTES
 from trimtab.plan.check.setup import RunSetup
 
@@ -68,4 +68,6 @@ def found(run: RunSetup, nodes: tuple[LiveNode, ...]) -> Iterator[CheckFinding]:
 def _finding(
     what: str, why: str, names: tuple[str, ...], cures: tuple[Remedy, ...] = (), severity: str = "error"
 ) -> CheckFinding:
-    return CheckFinding(what, why, names, cures, "warning" if severity == "warning" else "error", "cluster", "ray")
+    level: Severity = "warning" if severity == "warning" else "error"
+    held = releases((), "", "")
+    return CheckFinding(what, why, names, cures, level, "cluster", "ray", "ray-project/ray gcs.proto", "2026-11", held)

@@ -38,6 +38,10 @@ class CheckFinding:
     severity: Severity = "error"
     rule: str = ""
     cause: Cause = "sizes"
+    source: str = ""
+    dated: str = ""
+    releases: str = ""
+    """Of which framework the rule holds."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ class CheckRule:
         if self.frameworks and run.framework not in self.frameworks:
             return False
         return within(run.version, self.since, self.until)
+
+
+def releases(frameworks: tuple[str, ...], since: str, until: str) -> str:
+    """`verl from 0.7`, `any framework`."""
+    named = " and ".join(name for name in frameworks if name) or "any framework"
+    bounds = [f"from {since}"] * bool(since) + [f"before {until}"] * bool(until)
+    return " ".join([named, *bounds])
 
 
 def within(version: str, since: str, until: str) -> bool:

@@ -118,8 +118,12 @@ def working(run: RunSetup, model: Architecture, tokens: float, *, training: bool
 
 
 def _kept_by_megatron(run: RunSetup, model: Architecture, tokens: float) -> float:
-    """Fused kernels keep inputs of norms and matrices, queries, keys and values, and the gated MLP's products."""
+    """Fused kernels keep inputs of norms and matrices, queries, keys and values, and the gated MLP's products.
+
+    What is sent to experts and comes back from them is kept once for each expert of a token.
+    """
     values = 6 * model.hidden + 2 * model.kv_heads * model.head_size + 3 * model.mlp_width
+    values += 2 * model.experts_per_token * model.hidden if model.experts else 0
     depth = math.ceil(model.layers / run.train_pp) * run.train_pp
     return 2 * tokens * depth * values / run.train_tp / GB
 

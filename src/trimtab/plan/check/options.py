@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.plan.check.findings import CheckFinding, Remedy, Severity, within
+from trimtab.plan.check.findings import CheckFinding, Remedy, Severity, releases, within
 from trimtab.plan.check.setup import RunSetup
 
 
@@ -36,12 +36,15 @@ def found(run: RunSetup, exclusions: tuple[Exclusion, ...]) -> Iterator[CheckFin
             cures = (Remedy(row.cure, row.cost, words),) if row.cure else ()
             yield CheckFinding(
                 f"these options exclude each other: {said}",
-                f"{row.why} ({row.source})",
+                row.why,
                 tuple(row.when),
                 cures,
                 row.severity,
                 "options",
                 "options",
+                row.source,
+                row.dated,
+                releases((row.framework,), row.since, row.until),
             )
 
 

@@ -72,6 +72,8 @@ class RunSetup:
     rollout_backup: bool = False
     rollout_swap: float = 0.0
     rollout_full_copy: bool = False
+    rollout_whole_context: bool = False
+    """An engine whose context is not stated takes the model's positions."""
 
     train_backend: str = "fsdp"
     train_tp: int = 1
@@ -163,8 +165,11 @@ class RunSetup:
 
     @property
     def held_tokens(self) -> int | None:
-        """Tokens that an engine is asked to hold for one sequence."""
-        return self.rollout_max_length or self.longest
+        """Tokens that an engine is asked to hold for one sequence; SGLang starts with less than its context."""
+        if self.rollout_backend == "sglang":
+            return self.longest
+        whole = self.positions if self.rollout_whole_context else None
+        return self.rollout_max_length or whole or self.longest
 
     def together(self, sequences: int) -> float | None:
         """Tokens of the fullest of many micro-batches of so many sequences; padded ones are all as the longest."""
