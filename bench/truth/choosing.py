@@ -80,6 +80,7 @@ def _seconds(row: Mapping[str, str], constants: Callable[[str], Constants], mean
         "rollout_gpus": int(apart) if apart else None,
         "mode": "async" if asynchronous else "sync",
         "partial": "partial" in row["mode"],
+        "staleness": float(stale[1]) if (stale := re.search(r"stale ([\d.]+)", row["mode"])) else None,
         "algorithm": row["algorithm"].lower(),
         "oversample": 1.0,
         "samples": int(row["samples_per_step"]) if row["samples_per_step"] else None,

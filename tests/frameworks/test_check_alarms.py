@@ -2,7 +2,7 @@
 
 FRAMEWORKS_DIR names a folder with a checkout `nemo-rl`, whose recipes name nodes and GPUs in their file names: eight of
 a node are H100-80, four are GB200. A recipe whose model is not in the table of models is not counted. Scripts of
-`verl`, `verl-recipe` and `openrlhf` do not name their GPUs: the first of 80, 141 and 192 GB that is not alarmed at is taken.
+`verl`, `verl-recipe` and `openrlhf` do not name their GPUs: the first of 80, 141 and 192 GB without alarms is taken.
 """
 
 from __future__ import annotations

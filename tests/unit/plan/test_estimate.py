@@ -149,6 +149,15 @@ def test_more_gpus_never_make_a_step_slower(factor: int, mode: str, samples: int
     assert took(16 * factor) <= took(16) * 1.02
 
 
+def test_training_waits_for_the_samples_that_may_not_be_of_older_weights() -> None:
+    ahead, half, none = (step_time(apart(staleness=staleness), C) for staleness in (1.0, 0.5, 0.0))
+    generate = ahead.stage("generate")
+    others = none.seconds - generate
+    assert ahead.seconds < half.seconds < none.seconds
+    assert half.seconds == pytest.approx(max(ahead.seconds, others + generate / 2))
+    assert step_time(apart(staleness=0.5, partial=True), C).seconds < half.seconds
+
+
 def test_asynchronous_training_hides_the_shorter_side() -> None:
     found = step_time(apart(), C)
     shown = {stage.name: stage for stage in found.stages}

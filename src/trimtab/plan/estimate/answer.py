@@ -89,6 +89,5 @@ def staleness(run: RunInputs, step: StepTime) -> tuple[float, float]:
     """(mean, greatest) steps between the weights that decoded a sample and the step that trains on it."""
     if run.mode == "sync":
         return 0.0, 0.0
-    greatest = max(1.0, run.staleness) if run.staleness >= 1 or not run.staleness else run.staleness
     behind = step.stage("generate") / step.seconds
-    return min(greatest, behind), greatest
+    return min(run.staleness, behind), run.staleness

@@ -60,7 +60,7 @@ class RunInputs:
     trainer: Trainer
     rollout_gpus: int = 0
     mode: str = "sync"
-    staleness: float = 0.0
+    staleness: float = 1.0
     partial: bool = False
     passes: tuple[str, ...] = ("old", "reference")
     epochs: int = 1
@@ -92,6 +92,8 @@ class Stage:
     seconds: float
     limit: str
     beside: bool = False
+    waits: float = 0.0
+    """The part of what runs beside training that training waits for: samples that may not be of older weights."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def step_time(run: RunInputs, c: Constants) -> StepTime:
     tokens = run.samples * run.lengths.mean
     rest = Stage("rest", c.fixed_s + run.decoded * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
     beside = bool(run.rollout_gpus) and run.mode != "sync"
-    stages = [replace(generate, beside=beside), *passes, refit, rest]
+    waits = 0.0 if run.partial or not beside else max(0.0, 1.0 - run.staleness)
+    stages = [replace(generate, beside=beside, waits=waits), *passes, refit, rest]
     if not run.rollout_gpus:
         # bf16 weights, fp32 copy and two moments; frozen weights have the first only.
         held = weight_bytes(run.model, "bf16") * (1 if run.trainer.lora_rank else 7) / run.gpus
@@ -133,11 +136,12 @@ def step_time(run: RunInputs, c: Constants) -> StepTime:
 
 
 def combined(stages: Iterable[Stage]) -> float:
-    """Seconds of a step of these stages: what runs beside training counts where it lasts longer."""
+    """Seconds of a step of these stages: what runs beside training counts where it lasts longer, or is waited for."""
     aside = training = after = 0.0
     for stage in stages:
         if stage.beside:
             aside += stage.seconds
+            training += stage.waits * stage.seconds
         elif stage.name in ALONE:
             after += stage.seconds
         else:
