@@ -26,7 +26,6 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trimtab.cli.app import run
 from trimtab.cli.why import why
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format
@@ -151,17 +150,6 @@ def test_nothing_waits_on_a_quiet_cluster_and_looking_changes_nothing(asked: Ask
 
 
 # ---- never ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_asks_for_more_gpus_than_the_cluster_has_cannot_run(
-    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.yaml"
-    for gpus, words in ((8, "the cluster has 5 GPUs, the run asks for 8"), (4, "2 times 2 GPUs")):
-        file.write_text(f"{{model: qwen2.5-0.5b, gpus: {gpus}, gpus_per_node: 2}}")
-        status = run(["check", str(file), "--gpu", "h100", "--address", asked.address])
-        assert status == (3 if gpus == 8 else 0)
-        assert (words in capsys.readouterr().out) is (gpus == 8)
 
 
 def test_a_group_too_big_for_any_node_is_named_with_what_each_node_lacks(asked: Asked, owned: list[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trimtab.formats import check_settings, yaml_text
 from trimtab.formats.write_back import nested
 from trimtab.plan.check.check import check
 from trimtab.plan.check.findings import CheckFinding
+from trimtab.runtime.rayapi import gcs_snapshot
 
 ROOT = Path(__file__).parents[3]
 DIED = sorted((ROOT / "tests" / "data" / "died").glob("*.yaml"))
@@ -138,6 +140,18 @@ def test_without_a_gpu_or_a_known_model_the_rest_is_checked(capsys: pytest.Captu
     assert "no error in what could be checked; not checked: heads, layers and memory; GPU and host memory" in out
     assert "can run" not in out
     assert call(capsys, EXAMPLE / "grpo-runs.yaml", "--model", "qwen2.5-7b")[0] == 0
+
+
+def test_an_address_compares_with_the_nodes_that_are_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resources = {"GPU": 4.0, "memory": 1e12, "object_store_memory": 1e11}
+    node = SimpleNamespace(name="left", address="10.0.0.2", resources=resources)
+    monkeypatch.setattr(gcs_snapshot, "find", lambda address: address)
+    monkeypatch.setattr(gcs_snapshot, "GcsReader", lambda address: SimpleNamespace(alive=lambda: [node]))
+    status, out, _ = call(capsys, EXAMPLE / "grpo-runs.yaml", "--gpu", "a100-80", "--address", "10.0.0.1:6379")
+    assert status == 3
+    assert "the cluster has 4 GPUs, the run asks for 8" in out
 
 
 def test_sequence_parallelism_of_verl_is_counted_once(tmp_path: Path) -> None:
