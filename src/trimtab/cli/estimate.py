@@ -55,7 +55,9 @@ def estimate(
     lengths: Annotated[
         Path | None, typer.Option("--lengths", help="Measured lengths: one a line, tokens,count, or JSONL.")
     ] = None,
-    mode: Annotated[str | None, typer.Option("--mode", help="Mode: sync, async, colocate or separate.")] = None,
+    mode: Annotated[
+        str | None, typer.Option("--mode", help="Mode: sync, async, colocate, separate or colocate-async.")
+    ] = None,
     staleness: Annotated[float | None, typer.Option("--staleness", help="Steps that weights may be behind.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="Unfinished answers go on with new weights.")] = False,
     rollout: EngineOption = "",

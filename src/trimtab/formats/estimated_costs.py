@@ -61,8 +61,10 @@ def load_estimated(
     for part in job.workflow.components:
         guess = next((each for each in guesses if each.name == part.name), None)
         own = guess and any(variant.points("") == guess.seconds for variant in part.variants)
-        components.append(_fitted(part, settings, stages[part.name], c) if own else part)
+        there = _fitted(part, settings, stages[part.name], c) if own else _scaled_stated(part, settings, c)
+        components.append(there)
         used += [part.name] if own and part.name not in measured else []
+        measured += [part.name] if not own and there is not part else []
     workflow = replace(job.workflow, components=tuple(components))
     sync = workflow.weight_sync
     if sync is not None and not sync.shared_seconds and not sync.separate_seconds:
@@ -83,7 +85,10 @@ def load_estimated(
     return EstimatedJob(
         replace(loaded, job=replace(job, workflow=workflow, cluster=cluster)),
         settings,
-        tuple(dict.fromkeys(side, width) for side in sides if side),
+        (
+            *(dict.fromkeys(side, width) for side in sides if side),
+            *([dict.fromkeys(scaled, math.exp(c.measured_error))] if scaled else []),
+        ),
         how + (notes if used else ()),
     )
 
@@ -95,6 +100,23 @@ def _stated_costs(path: Path, overrides: Sequence[str]) -> dict[tuple[str, ...],
     except InputError:
         return {}
     return {STAGES[part.name]: part.variants[0].points("") for part in parts if part.variants and part.name in STAGES}
+
+
+def _scaled_stated(part: Component, settings: Settings, c: Constants) -> Component:
+    """The same of a component with a cost in a job file of trimtab's own form; one with a floor states its scaling."""
+    if part.on_cpu or any(each.floor_seconds for each in part.variants):
+        return part
+    variants = tuple(
+        replace(
+            each,
+            seconds={
+                kind: _scaled(ComponentProfile(part.name, measured), settings, c).seconds
+                for kind, measured in each.seconds.items()
+            },
+        )
+        for each in part.variants
+    )
+    return part if variants == part.variants else replace(part, variants=variants)
 
 
 def _scaled(part: ComponentProfile, settings: Settings, c: Constants) -> ComponentProfile:

@@ -160,7 +160,7 @@ def test_one_measured_cost_each_stays_as_it_is_and_scales_as_the_estimate_does()
     # A long answer takes as long on more engines: half of them take less than twice as long.
     assert 59.9 < points["rollout"][4] < 1.95 * 59.9
     assert all(seconds[4] > seconds[8] for seconds in points.values())
-    assert estimated.widths == ()
+    assert [set(group) for group in estimated.widths] == [{"rollout", "inference", "actor"}]  # on other counts
     [note] = estimated.notes
     assert note == "scaling between GPU counts is estimated, the level is measured: rollout, actor, inference"
 
@@ -175,3 +175,27 @@ def test_a_profile_of_one_gpu_count_scales_as_the_estimate_does_and_one_of_sever
     assert points["rollout"][8] == 100.0
     assert 100.0 < points["rollout"][4] < 200.0
     assert points["trainer"] == {4: 90.0, 8: 50.0}
+
+
+def test_one_stated_point_of_a_job_file_scales_as_the_estimate_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job_file(tmp_path, JOB.replace("rollout: {}", "rollout: {seconds: {16: 90.0}}"))
+    status, data, _ = call(capsys, path, "--model", "qwen2.5-7b", "--mean-tokens", 2000)
+    assert status == 0
+    assert any("the level is measured: rollout" in note for note in data["assumptions"])
+    found = load_estimated(path, (), None, {"model": "qwen2.5-7b", "mean_tokens": 2000.0}, CONSTANTS)
+    points = dict(found.loaded.job.workflow.component("rollout").variants[0].points(""))
+    assert points[16] == 90.0
+    assert 90.0 < points[8] < 180.0  # the longest answers take as long on half of the GPUs
+    assert any("rollout" in group for group in found.widths)
+
+
+def test_without_a_model_the_range_of_assumed_scaling_stands_beside_the_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = JOB.replace("rollout: {}", "rollout: {seconds: {16: 90.0}}").replace(
+        "trainer: {", "trainer: {seconds: {4: 90.0}, "
+    )
+    assert run(["plan", str(job_file(tmp_path, text)), "--no-sensitivity"]) == 0
+    assert "Its scaling is assumed, not measured: " in capsys.readouterr().out

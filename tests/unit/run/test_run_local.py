@@ -24,13 +24,15 @@ from random_jobs import random_job
 from run_plans import any_separate
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import ReasonCode
-from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
+from trimtab.machines.replan.estimates import profiled_seconds
+from trimtab.model.run import ComponentTiming, Iteration
+from trimtab.model.workflow import Component, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.plan.placement.order import BatchStep, PlanAction
 from trimtab.runtime.run.emulated import Disturbance, VirtualClock
 from trimtab.runtime.run.executor import BegunCall, CallResult, Executor
 from trimtab.runtime.run.folder import RunFolder, read_run
 from trimtab.runtime.run.iteration import Checkpointer, IterationRunner
-from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
+from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan, with_costs
 from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_executor import LocalExecutor
 from trimtab.runtime.run.ray_executor import RayExecutor
@@ -667,3 +669,12 @@ def test_acts_end_while_a_component_is_asked_how_it_is(tmp_path: Path, monkeypat
     end = Run(run, tmp_path / "run", Slow(), plan=any_separate(job)).run()
     assert end.state == "done"
     assert [event["iteration"] for event in events(tmp_path / "run", "saved")] == [1, 2, 3, 4]
+
+
+def test_what_a_run_measured_on_one_number_of_gpus_promises_no_perfect_speed_up_on_others() -> None:
+    workflow = Workflow((Component("actor", (Variant(),)),))
+    timing = ComponentTiming("actor", 10.0, gpus=2)
+    measured = with_costs(workflow, [Iteration(1, wall_s=10.0, components=(timing,))], frozenset({"actor"}))
+    component = measured.component("actor")
+    assert profiled_seconds(component, "", "", 2) == 10.0
+    assert profiled_seconds(component, "", "", 4) == pytest.approx(10.0 / 1.6)

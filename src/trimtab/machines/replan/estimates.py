@@ -107,7 +107,7 @@ def profiled_seconds(component: Component, variant: str, kind: str, gpus: int) -
     points = chosen.points(kind) if chosen is not None else ()
     if chosen is None or not points or gpus < 1:
         return None
-    return seconds_at(points, chosen.floor_seconds, gpus)
+    return seconds_at(points, chosen.floor_seconds, gpus, chosen.doubling)
 
 
 def sure_level(estimate: CostEstimate, reference: float) -> float:

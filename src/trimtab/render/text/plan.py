@@ -132,6 +132,10 @@ def print_text(
         f"{best.idle_share:.0%} of the GPU time idle"
     )
     out.print(f"[dim]{answer.plans_considered} plans simulated in {searched:.3f} s[/]")
+    if answer.scaling is not None:
+        low, high = sorted((best.iteration_seconds, answer.scaling.chosen_seconds))
+        if high > low * 1.01:
+            out.print(f"Its scaling is assumed, not measured: {time_text(low)} to {time_text(high)} per iteration")
     if answer.scaling is not None and answer.scaling.plan is not None:
         _print_scaling(answer.scaling)
     out.print()

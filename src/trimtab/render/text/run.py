@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab.model.ledger import BUCKETS, LedgerSummary
+from trimtab.plan.placement.compare import DOUBLING
 from trimtab.render.html.kit.labels import counted, ledger_text, share
 from trimtab.render.output import span
 
@@ -116,6 +117,8 @@ class RunNarrator:
         if why == "move":
             return  # printed by the move
         yield f"plan{f' ({at})' if at else ''}: {self.plan} GPUs, {seconds(self.predicted_s or 0.0)} an iteration"
+        if why == "measured":
+            yield f"scaling is assumed: each doubling of GPUs gives {DOUBLING:.0%} of a perfect speed-up"
 
     def _on_iteration(self, facts: EventFacts) -> Iterator[str]:
         iteration = facts["iteration"]

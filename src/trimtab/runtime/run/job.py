@@ -17,6 +17,7 @@ from trimtab.model.plan import Plan
 from trimtab.model.run import Iteration, ReplanRules
 from trimtab.model.workflow import ANY_KIND, Component, PlacementJob, Variant, Workflow, check_workflow
 from trimtab.plan.placement.boxes import FoundPlan
+from trimtab.plan.placement.compare import DOUBLING
 from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run.emulated import UNDISTURBED, Disturbance
@@ -121,7 +122,10 @@ def with_costs(
         if component.on_cpu:
             return replace(component, cpu_seconds=busy_s)
         switch_s = component.switch_seconds or float(np.median([switch for _, switch in mine]))
-        variants = tuple(replace(variant, seconds={ANY_KIND: ((gpus, busy_s),)}) for variant in component.variants)
+        # Measured on one number of GPUs: a plan on another promises no perfect speed-up.
+        variants = tuple(
+            replace(variant, seconds={ANY_KIND: ((gpus, busy_s),)}, doubling=DOUBLING) for variant in component.variants
+        )
         return replace(component, variants=variants or (Variant(),), switch_seconds=switch_s)
 
     sync = workflow.weight_sync
