@@ -42,6 +42,43 @@ def test_every_steps_components_and_totals_are_right(name: str) -> None:
     assert [total for total in totals if total > 0] == pytest.approx(case.get("totals") or [], rel=1e-4)
 
 
+def wrapped(text: str) -> str:
+    """As it is copied from a terminal of 118 columns."""
+    return "\n".join(line[at : at + 118] for line in text.split("\n") for at in range(0, max(1, len(line)), 118))
+
+
+FORMS = {
+    "colours": lambda text: "".join(f"\x1b[36m{line}\x1b[0m\n" for line in text.splitlines()),
+    "colours of a page": lambda text: "".join(f"[36m{line}[0m\n" for line in text.splitlines()),
+    "ranks of srun": lambda text: "".join(f" 0: {line}\n" for line in text.splitlines()),
+    "ranks of torchrun": lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
+    "carriage returns": lambda text: text.replace("\n", "\r\n"),
+    "a narrow terminal": wrapped,
+}
+PLAIN = {  # one console log of each framework
+    *("verl_ray.log", "rlinf_bar.log", "nemo_rl_console.log", "openrlhf_ray.log", "slime_ray.log", "skyrl_ray.log"),
+    *("areal_console.log", "roll_rlvr.log"),
+}
+
+
+# A table is as wide as its window or unreadable, a bar redraws itself, and SkyRL's timers have no form to be joined by.
+NOT_WRAPPED = ("areal_console.log", "rlinf_bar.log", "skyrl_ray.log")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in sorted(PLAIN) for form in FORMS if name not in NOT_WRAPPED or FORMS[form] is not wrapped],
+)
+def test_a_log_that_was_copied_or_coloured_says_the_same(name: str, form: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    with (LOGS / name).open(encoding="utf-8", newline="") as file:
+        path.write_text(FORMS[form](file.read()), encoding="utf-8", newline="")
+    found, told = joined(path), joined(LOGS / name)
+    assert found.framework.name == told.framework.name
+    mine, theirs = ([(record.step, record.values) for record in run.steps(0)] for run in (found, told))
+    assert mine == theirs
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "components" in case])
 def test_a_profile_marks_the_waits_and_books_the_steps_seconds(name: str) -> None:
     case = CASES[name]

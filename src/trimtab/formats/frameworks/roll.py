@@ -78,6 +78,7 @@ LOG = LogFramework(
     prefix="time/",
     marker=re.compile(r"\"time/step_(?:train|generate|rollout|model_update)\": |\bpipeline step \d{1,12} start\b"),
     parser=_Parser,
+    line_start=re.compile(r"\[PID \d{1,12}\] \{\""),
     needles=(b'"time/step_', b"pipeline "),
     parts={
         "rollout": (("step_generate",), ("step_rollout",)),

@@ -360,7 +360,7 @@ class WrappedLines:
 
     @property
     def _is_dict(self) -> bool:
-        return "{'" in self._open
+        return "{'" in self._open or '{"' in self._open
 
     @property
     def _closed(self) -> bool:
