@@ -6,9 +6,7 @@ FRAMEWORKS_DIR names a folder with the checkouts `areal` and `roll`.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.trl import Trl
 from trimtab.formats.load import load
+from trimtab.formats.modes import plan_modes
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 
@@ -83,9 +82,6 @@ def test_rolls_scripts_are_read_or_refused_with_a_reason(capsys: pytest.CaptureF
 )
 def test_what_is_written_is_taken_by_their_own_config_classes(name: str, cases, says, least: int) -> None:
     """A file that its own classes do not take as it is (extra keys of an example, removed ones) is left out."""
-    python = Path(__file__).parents[2] / ".venv-areal" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("there is no .venv-areal: tools/make-framework-envs makes it")
     asked, planned = [], []
     found = [case for case in cases(checkout(name)) if "tests" not in case.path.parts]
     for case in found[:: 1 if name == "areal" else 4]:
@@ -100,22 +96,36 @@ def test_what_is_written_is_taken_by_their_own_config_classes(name: str, cases, 
             words = write_back.overrides(loaded.settings(best))
             asked += [{"framework": name, "file": str(case.path), "overrides": some} for some in ([], words)]
             planned.append({placed.name: len(placed.gpus) for placed in best.components})
-    done = subprocess.run(
-        [python, Path(__file__).with_name("own_config_checks.py")],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "PYTHONPATH": str(Path(os.environ["FRAMEWORKS_DIR"]) / "roll")},
-        check=True,
-    )
-    answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
+    answers = ask(".venv-areal", "own_config_checks.py", asked, str(checkout("roll")))
     taken = 0
     for own, written, plan in zip(answers[::2], answers[1::2], planned, strict=True):
         if "gpus" in own:
             assert written == {"gpus": {role: plan[role] for role in written.get("gpus", own["gpus"])}}
             taken += 1
     assert taken >= least
+
+
+def test_rolls_own_config_classes_take_its_other_modes() -> None:
+    """Of configs that they take as they are."""
+    asked: list[dict[str, object]] = []
+    for case in [case for case in oracle.roll_cases(checkout("roll")) if "tests" not in case.path.parts][::3]:
+        with contextlib.suppress(Exception):  # what does not compose
+            answer = oracle.roll_says(case)
+            if not isinstance(answer, Says):
+                continue
+            profile = profile_for(answer, "roll")
+            loaded = load(case.path, (), profile)
+            space, outcome = best_plan(loaded.job, loaded.rules)
+            assert outcome.best is not None
+            plan = to_plan(space, outcome.best)
+            read_in = lambda words, path=case.path, costs=profile: (load(path, words, costs), None)  # noqa: E731
+            words = [mode.words for mode in plan_modes((loaded, None), plan, read_in)[1:] if not mode.reason]
+            file = {"framework": "roll", "file": str(case.path)}
+            asked += [{**file, "overrides": own} for more in words for own in ([], shlex.split(" ".join(more)))]
+    answers = ask(".venv-areal", "own_config_checks.py", asked, str(checkout("roll")))
+    taken = [written for own, written in zip(answers[::2], answers[1::2], strict=True) if "gpus" in own]
+    assert len(taken) >= 3
+    assert not [written for written in taken if "gpus" not in written]
 
 
 def test_trls_own_parsers_take_its_launches_and_what_is_written(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_areal_roll_and_trl_have_modes_with_all_that_has_to_be_set(tmp_path: Pat
     assert areal["async"].words[0] == "rollout.max_head_offpolicyness=2"
     assert areal["async"].staleness == 2
     roll = modes(composed(tmp_path, ROLL).path, {"rollout": {8: 60.0}, "update_actor": {8: 40.0}})
-    assert "async_generation_ratio=1" in roll["async"].words
-    assert "actor_train.training_args.gradient_accumulation_steps=16" in roll["async"].words  # as many answers a step
+    assert "++async_generation_ratio=1" in roll["async"].words
+    assert "++actor_train.training_args.gradient_accumulation_steps=16" in roll["async"].words  # as many answers
     assert roll["async"].placement.startswith("rollout 4 | ")
     trl = modes(composed(tmp_path, TRL).path, {"rollout": {8: 60.0}, "update_actor": {8: 40.0}})
     assert [mode.mode for mode in trl.values()] == ["server", "asynchronous GRPO"]

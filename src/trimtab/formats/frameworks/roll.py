@@ -339,9 +339,6 @@ class Roll(FrameworkConfig):
         place += [f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={self.cluster.nodes[0].gpus}"]
         return {"apart": tuple(place), "accumulation": self._accumulation() * len(self.train) // half}
 
-    def mode_words(self, key: str, value: Any) -> tuple[str, ...]:
-        return (f"{key}={common.value_text(value)}",)
-
     def settings(self, plan: Plan) -> PlanSettings:
         gpus = common.gpus_by_component(plan)
         real = self._real()
