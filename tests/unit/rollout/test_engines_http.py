@@ -29,6 +29,7 @@ from trimtab.runtime.engines.engine import (
     PartialOutput,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine, open_session
+from trimtab.runtime.engines.http_stream import EngineConnections, HttpEventStream
 
 # Streams.
 
@@ -374,6 +375,32 @@ def test_orders_and_deadlines_that_make_no_sense_are_refused_where_they_are_made
 
 
 # Redirects.
+
+
+async def test_connections_that_wait_for_the_rest_of_an_answer_are_closed_with_the_others() -> None:
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\ndata: {"a": 1}\n\n\r\n'
+        )  # not the end
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    ended = asyncio.Event()
+    async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        connections = EngineConnections("one", url, EngineDeadlines(), lambda *_: None, keep_alive=True)
+        stream = HttpEventStream(connections, "/generate", {})
+        assert await stream.__anext__() == {"a": 1}
+        await stream.rest()
+        assert connections.open
+        connections.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not connections.open
+        await ended.wait()
 
 
 @BOTH

@@ -41,7 +41,7 @@ Check = Callable[[str, int, Any, str], None]
 
 
 class EngineConnections:
-    """Connections to one engine; `close` closes the idle ones."""
+    """Connections to one engine; `close` closes all of them."""
 
     def __init__(self, name: str, url: str, deadlines: EngineDeadlines, check: Check, *, keep_alive: bool) -> None:
         parts = urlsplit(url)
@@ -53,6 +53,7 @@ class EngineConnections:
             f"POST {parts.path}%s HTTP/1.1\r\nHost: {parts.netloc}\r\nAccept: */*\r\n{kept}"
             "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         )
+        self.open: set[_Connection] = set()  # also those that wait for the rest of an answer
         self._idle: deque[tuple[float, _Connection]] = deque()
         self._reaper: asyncio.TimerHandle | None = None
 
@@ -86,8 +87,9 @@ class EngineConnections:
         if self._reaper is not None:
             self._reaper.cancel()
             self._reaper = None
-        while self._idle:
-            self._idle.pop()[1].transport.close()
+        self._idle.clear()
+        for connection in list(self.open):
+            connection.transport.close()
 
 
 class _Connection(asyncio.Protocol):
@@ -102,6 +104,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self._pool.open.add(self)
 
     def send(self, stream: HttpEventStream, request: bytes) -> None:
         self.stream, self._counted = stream, False
@@ -122,6 +125,7 @@ class _Connection(asyncio.Protocol):
         stream.on_bytes()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._pool.open.discard(self)
         stream, self.stream = self.stream, None
         if stream is None:
             return
