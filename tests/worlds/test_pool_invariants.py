@@ -84,6 +84,11 @@ def policies(draw: st.DrawFn) -> PreemptionPolicy:
     )
 
 
+def labels_of_node(at: int) -> tuple[tuple[str, str], ...]:
+    """A node keeps its labels as long as it lives, as in Ray."""
+    return (("kind", "ab"[at % 2]),) if at < 5 else ()
+
+
 class Fate(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +104,7 @@ class Fate(RuleBasedStateMachine):
     )
     def begin(self, sizes, first, second, rules, crowd):
         for at, count in enumerate(sizes):
-            self.world.node(f"n{at}", count)
+            self.world.node(f"n{at}", count, labels=labels_of_node(at))
         self.world.tell(news.PoolEnsured(first))
         self.world.tell(news.PoolEnsured(second))
         if rules is not None:
@@ -246,8 +251,7 @@ class Fate(RuleBasedStateMachine):
     def change_node(self, at, count, outside, what):
         world, node = self.world, f"n{at}"
         if what == "join":
-            labels = (("kind", "ab"[at % 2]),) if at < 5 else ()
-            world.node(node, count, outside=Resources.of(gpu=min(outside, count)), labels=labels)
+            world.node(node, count, outside=Resources.of(gpu=min(outside, count)), labels=labels_of_node(at))
         elif node in world.nodes and what == "lose":
             world.tell(news.NodeLost(node))
         elif node in world.nodes and what == "empty":
