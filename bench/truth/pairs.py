@@ -89,12 +89,15 @@ def switch_of(row: Mapping[str, str]) -> str:
     if "colocate" in mode:
         return "colocate-async"
     stale = re.search(r"stale ([\d.]+)", mode)
-    text = f"async:{stale[1] if stale else 1}"
+    staleness = float(stale[1]) if stale else 1.0
+    if "stream" in mode:  # mini-batches are trained on as they come: only the first of a weight sync is waited for
+        staleness = max(staleness, 1 - float(row["train_batch"]) / float(row["samples_per_step"]))
+    text = f"async:{staleness:g}"
     # Trainers that never wait for a batch's last answers.
     streams = "fully" in mode or "separate" in mode or mode == "async"
-    return (
-        text + ("+partial" if streams or "partial" in mode else "") + ("+no-old-log-probs" if "fully" in mode else "")
-    )
+    text += "+partial" if streams or "partial" in mode else ""
+    engines_own = row["update_s"] and not row["old_logprob_s"]  # its stages are published, and there is no such pass
+    return text + ("+no-old-log-probs" if engines_own else "")
 
 
 def run_of(row: Mapping[str, str]) -> RunInputs:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3])]
 
-from bench.truth import choosing, switches  # noqa: E402
+from bench.truth import choosing, pairs, switches  # noqa: E402
 
 from trimtab.plan.estimate.constants import CONSTANTS  # noqa: E402
 
@@ -28,3 +28,12 @@ def test_the_smallest_count_is_above_those_that_needed_more_gpus() -> None:
     found = [each for each in choosing.smallest_counts(lambda family: CONSTANTS) if each.cure == "more GPUs"]
     assert found
     assert not any(each.wrong for each in found)
+
+
+def test_the_better_of_two_published_modes_is_proposed_from_the_synchronous_one() -> None:
+    found = pairs.pairs(lambda family: CONSTANTS)
+    judged = [pair for pair in found if pair.judged]
+    assert len(judged) >= 18
+    assert sum(pair.right for pair in judged) >= 0.8 * len(judged)
+    assert any(pair.reason and not pair.judged for pair in found)  # a GPU kind that no table has is said, not guessed
+    assert not any(pair.judged for pair in found if not pair.same_gpus)
