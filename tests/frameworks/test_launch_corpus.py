@@ -139,7 +139,10 @@ def plain(script: Path, number: int, words: list[str], error: InputError) -> tup
     """What is not planned from estimates may still be read: its config composes."""
     try:
         shell, overrides = evaluated(script, words)
-        composed(trainers(shell)[number - 1], overrides).reader.plain()
+        chosen = trainers(shell)[number - 1]
+        if chosen.fault is not None:
+            return "refused", str(chosen.fault)
+        composed(chosen, overrides).reader.plain()
     except InputError as refused:
         return "refused", str(refused)
     return "no plan", str(error)
