@@ -1,6 +1,6 @@
 """`trimtab check`: what would kill a run after minutes of loading, before it starts.
 
-Exit status: 0 if it can run (warnings allowed), 3 if not.
+Exit status: 0 if nothing is found that stops it (warnings allowed), 3 if something is.
 """
 
 from __future__ import annotations
