@@ -38,7 +38,8 @@ from trimtab.runtime.gateway.server import run_alone
 
 ROUNDS = 5
 TOKENS = 16
-ROUTER, INSIDE, FLOOR, ONE = "sglang-router", "RolloutPool in process", "bare proxy", "gateway"
+ROUTER, INSIDE, FLOOR = "sglang-router", "RolloutPool in process", "bare proxy"
+ONE, TWO, THREE = "gateway", "gateway, 2 processes", "gateway, 3 processes"
 START_S, ROUND_S = 60.0, 120.0
 SAID = re.compile(r"at (http://[\d.]+:\d+)")
 LENGTH = re.compile(rb"content-length: *(\d+)\r\n(?:[^\r]+\r\n)*\r\n", re.IGNORECASE)
@@ -324,14 +325,14 @@ async def until_it_answers(url: str) -> None:
             client.close()
 
 
-async def serve(engine: str) -> None:
+async def serve(engine: str, processes: int) -> None:
     """The gateway, in a process of its own."""
     from trimtab.runtime.gateway.server import Gateway
     from trimtab.runtime.gateway.settings import GatewaySettings
 
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    settings = GatewaySettings(secrets.token_hex(16))
+    settings = GatewaySettings(secrets.token_hex(16), processes=processes)
     async with pooled(engine) as pool, Gateway(pool, settings) as gateway:
         print(f"at {gateway.url}", flush=True)
         await ended.wait()
@@ -389,8 +390,9 @@ def main() -> None:
         _, engine = stack.enter_context(process(sys.executable, "-m", "bench.instant_engine"))
         addresses: dict[str, Address] = {"direct": (None, engine)}
         addresses[FLOOR] = stack.enter_context(process(sys.executable, "-m", "bench.bare_proxy", engine))
-        line = (sys.executable, "-m", "bench.gateway", "--serve", engine)
-        addresses[ONE] = stack.enter_context(process(*line))
+        for count, name in enumerate((ONE, TWO, THREE), 1):
+            line = (sys.executable, "-m", "bench.gateway", "--serve", engine, str(count))
+            addresses[name] = stack.enter_context(process(*line))
         if router:
             said = subprocess.run([router, "--version"], capture_output=True, text=True, check=False).stdout
             print(f"{ROUTER}: {said.split()[-1] if said else 'of unknown version'}")
@@ -407,6 +409,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        run_alone(serve(sys.argv[2]))
+        run_alone(serve(sys.argv[2], int(sys.argv[3])))
     else:
         main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +29,10 @@ QUICK = RolloutRules(
 )  # fmt: skip
 # The servers share our event loop, which may stand still for a second on a busy machine: none is silent by that.
 DEADLINES = EngineDeadlines(call_s=15.0, change_s=15.0, first_bytes_s=15.0, silence_s=5.0, abort_s=1.5)
+
+
+PROCESSES = contextvars.ContextVar("processes", default=1)
+"""Of every gateway that says nothing else."""
 
 
 @dataclass
@@ -120,7 +125,7 @@ async def front(
         await stack.enter_async_context(pool)
         for url in urls:
             await pool.attach(url, limit=limit)
-        gateway = Gateway(pool, GatewaySettings(TOKEN, **settings))
+        gateway = Gateway(pool, GatewaySettings(TOKEN, **{"processes": PROCESSES.get(), **settings}))
         await gateway.start()
         stack.push_async_callback(gateway.stop, 0.0)
         timeout = aiohttp.ClientTimeout(total=50)

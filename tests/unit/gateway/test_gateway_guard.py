@@ -37,6 +37,7 @@ CHANGES = [
 # ---- the token -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processes")
 def test_whatever_changes_something_needs_the_token_on_loopback_too() -> None:
     async def act(front: Front) -> None:
         for heads in ({}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}, {"authorization": "Basic !"}):
@@ -61,6 +62,7 @@ def test_the_token_may_be_the_password_of_basic_authentication() -> None:
     play([], act)
 
 
+@pytest.mark.usefixtures("processes")
 def test_asking_is_open_on_loopback_and_needs_the_token_elsewhere() -> None:
     async def act(front: Front) -> None:
         for path in ("/status", "/metrics", "/workers", "/v1/models", "/story/x"):
@@ -100,6 +102,7 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 # ---- Host and Origin -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_host_that_is_another_machine_is_refused_everywhere() -> None:
     async def act(front: Front) -> None:
         for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:1", *NOT_LOOPBACK):
@@ -280,6 +283,7 @@ def test_an_engine_joins_once_under_whatever_name_its_host_is_called() -> None:
 # ---- bodies --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
     async def act(front: Front) -> None:
         async def endless() -> Any:
@@ -295,6 +299,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read() -> None:
     play([], act, max_body_bytes=2048, model_name="m")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def act(front: Front) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
@@ -308,6 +313,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     play([], act, body_s=0.05)
 
 
+@pytest.mark.usefixtures("processes")
 def test_heads_whose_bodies_never_begin_do_not_keep_others_out() -> None:
     async def act(front: Front) -> None:
         head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
@@ -426,6 +432,7 @@ def test_headers_of_ours_that_are_wrong_are_named() -> None:
     play([], act, model_name="m")
 
 
+@pytest.mark.usefixtures("processes")
 def test_paths_and_methods_that_are_not_there_are_said_so() -> None:
     async def act(front: Front) -> None:
         assert (await front.get("/v1/embeddings")).status == 404
@@ -439,6 +446,7 @@ def test_paths_and_methods_that_are_not_there_are_said_so() -> None:
 # ---- one key, one answer -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stream_with_a_key_that_was_answered_gets_that_answer_again() -> None:
     stub = VllmStub()
 
@@ -471,6 +479,7 @@ def test_a_stream_with_a_key_that_was_answered_gets_that_answer_again() -> None:
 # ---- too much ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     stub = VllmStub()
     stub.step_s = 0.05
@@ -495,6 +504,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     play_stubs([stub], act, rules=rules, limit=1, model_name="tiny")
 
 
+@pytest.mark.usefixtures("processes")
 def test_too_many_at_once_are_told_to_come_back() -> None:
     stub = VllmStub()
     stub.step_s = 0.05
@@ -511,6 +521,7 @@ def test_too_many_at_once_are_told_to_come_back() -> None:
     play_stubs([stub], act, max_concurrent=2, model_name="tiny")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_body_in_parts_is_one_body_and_its_parts_count_together() -> None:
     async def act(front: Front) -> None:
         for parts, status in ((1, b"200"), (40, b"413")):

@@ -21,6 +21,7 @@ async def connected(front: Front) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return await asyncio.open_connection("127.0.0.1", front.gateway.port)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("begin", [b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ", b"GET /"])
 def test_a_head_without_end_is_refused_when_it_is_too_large(begin: bytes) -> None:
     async def act(front: Front) -> None:
@@ -42,6 +43,7 @@ def test_a_head_without_end_is_refused_when_it_is_too_large(begin: bytes) -> Non
     play([], act, max_head_bytes=8_192)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_head_that_is_too_large_is_refused_in_one_piece_too() -> None:
     async def act(front: Front) -> None:
         got = await front.get("/health", headers={"x": "a" * 6_000})
@@ -54,6 +56,7 @@ def test_a_head_that_is_too_large_is_refused_in_one_piece_too() -> None:
     play([], act, max_head_bytes=8_192)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("part", [b"", b"\r\n", b"POST /gen", b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX: a"])
 def test_a_head_that_does_not_end_is_not_waited_for(part: bytes) -> None:
     async def act(front: Front) -> None:
@@ -68,6 +71,7 @@ def test_a_head_that_does_not_end_is_not_waited_for(part: bytes) -> None:
     play([], act, head_s=0.3)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_second_head_of_a_connection_has_a_deadline_too_and_an_answer_has_none() -> None:
     stub = VllmStub()
 
@@ -132,6 +136,7 @@ def test_more_token_ids_than_a_call_may_have_are_refused(nested: bool) -> None:
     play([], act, model_name="m")
 
 
+@pytest.mark.usefixtures("processes")
 def test_more_answers_than_a_call_may_have_are_refused() -> None:
     async def act(front: Front) -> None:
         got = await front.complete([PROMPT] * 1_000, n=9)
@@ -174,6 +179,7 @@ def test_a_call_with_hundreds_of_prompts_does_not_keep_another_client_waiting_fo
     play_stubs([stub], act, limit=4, model_name="tiny")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_client_that_leaves_takes_along_what_was_not_asked_yet() -> None:
     stub = VllmStub()
 

@@ -48,6 +48,10 @@ def serve(
     port: PortOption = None,
     host: Annotated[str | None, Option(help="Address to listen on; beyond loopback the token is required.")] = None,
     token_file: TokenFileOption = None,
+    processes: Annotated[
+        int | None,
+        Option(help="Processes of the gateway: the pool's own, and those that serve the port.  [default: 1]"),
+    ] = None,
     resume_every: Annotated[
         str | None,
         Option(help="What a lost engine costs a request: tokens, '10 s', or inf.  [default: as in the job file]"),
@@ -79,7 +83,7 @@ def serve(
     for sentence in settings.remarks():
         err.print(sentence, markup=False)
     served = _import_serve()
-    status = served.run_alone(served.serve(settings, host=host, port=port, token_file=token_file))
+    status = served.run_alone(served.serve(settings, host=host, port=port, processes=processes, token_file=token_file))
     if status:
         raise typer.Exit(status)
 

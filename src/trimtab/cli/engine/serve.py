@@ -88,10 +88,13 @@ def commands(settings: RolloutSettings) -> dict[int, EngineCommand]:
     return found
 
 
-def gateway_of(pool: RolloutPool, settings: RolloutSettings, token: str, host: str | None, port: int | None) -> Gateway:
+def gateway_of(
+    pool: RolloutPool, settings: RolloutSettings, token: str, host: str | None, port: int | None, processes: int | None
+) -> Gateway:
     """The gateway, not yet listening; the command line overrides the file."""
     given = settings.gateway.model_dump(exclude={"stop_s"})
-    given |= {"host": host or given["host"], "port": given["port"] if port is None else port}
+    line = {"host": host, "port": port, "processes": processes}
+    given |= {name: value for name, value in line.items() if value is not None and value != ""}
     with settings.source.located("rollout", "gateway"):
         return Gateway(pool, GatewaySettings(token=token, **given))
 
@@ -102,6 +105,7 @@ async def serve(
     *,
     host: str | None = None,
     port: int | None = None,
+    processes: int | None = None,
     token_file: Path | None = None,
 ) -> int:
     """Serves until a stop is requested; returns the exit status."""
@@ -122,7 +126,7 @@ async def serve(
         engines = ServedEngines(pool, settings, engine_commands, session)
         stops = StopRequests()
         stack.enter_context(stops.on_signals())
-        gateway = gateway_of(pool, settings, token, host, port)
+        gateway = gateway_of(pool, settings, token, host, port, processes)
         await pool.start()
         try:
             await gateway.start()

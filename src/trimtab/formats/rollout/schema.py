@@ -209,6 +209,7 @@ class GatewaySection(Section):
 
     host: Name = "127.0.0.1"
     port: Annotated[int, Within(0, 65_535)] = DEFAULT_PORT  # 0: any free port
+    processes: Annotated[int, Within(1, 64)] = 1  # 2 or more: the pool's own, and those that serve the port
     allowed_hosts: Names = ()  # accepted Host headers
     worker_hosts: Names = ("127.0.0.1", "localhost", "::1")  # hosts of workers that clients may add
     open_requests: Switch | None = None  # generation needs no token; None: on loopback only

@@ -111,7 +111,7 @@ class HttpExchange:
 
     def __init__(
         self,
-        connection: HttpConnection,
+        connection: HttpConnection | None,
         method: str,
         path: str,
         query: str,
@@ -195,6 +195,7 @@ class HttpExchange:
 
     async def _write(self, data: bytes) -> None:
         connection = self._connection
+        assert connection is not None
         connection.transport.write(data)
         if connection.is_held:
             await connection.drained()

@@ -12,14 +12,12 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trimtab.model.rollout import WorkerState
-from trimtab.runtime.gateway.exchange import HttpExchange
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Sample
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 PREFIX = "trimtab_rollout_"
-CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
 
 
 class GatewayMetrics:
@@ -47,8 +45,8 @@ class GatewayMetrics:
         self._children: dict[tuple[str, int], prometheus_client.Counter] = {}
         self._latencies: dict[str, prometheus_client.Histogram] = {}
 
-    def answered(self, endpoint: str, exchange: HttpExchange, seconds: float) -> None:
-        status = CLIENT_CLOSED if exchange.client_gone else exchange.status
+    def count(self, endpoint: str, status: int, seconds: float) -> None:
+        """An answered request."""
         child = self._children.get((endpoint, status))
         if child is None:
             child = self._children[endpoint, status] = self._answers.labels(endpoint, str(status))

@@ -16,9 +16,10 @@ import enum
 import functools
 import gc
 import logging
+import operator
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,9 +27,10 @@ from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.gateway.connection import HttpConnections
 from trimtab.runtime.gateway.exchange import Handler, HttpExchange, Refusal, refusal_for_error
+from trimtab.runtime.gateway.fronts import FrontProcesses
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from trimtab.runtime.gateway.openai import OpenAIReader
+from trimtab.runtime.gateway.openai import OpenAIReader, PoolAdapters
 from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.sglang import SglangReader
@@ -38,9 +40,6 @@ from trimtab.runtime.http.listening import BACKLOG, allow_files, listening
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.gateway")
-
-RouteHandler = Callable[[HttpExchange], Awaitable[Any]]
-"""Answers with JSON, or with bytes of the metrics page."""
 
 T = TypeVar("T")
 COLLECT_AFTER = (20_000, 20, 50)  # allocations, and collections of younger generations
@@ -65,15 +64,9 @@ class GatewayApp:
         self.guard = GatewayGuard(settings)
         self.metrics = GatewayMetrics(pool)
         self.tokenizer = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
-        self.serving = GenerationTracker(pool, settings, self.guard, self.metrics)
+        self.serving = GenerationTracker(pool, settings, self.metrics)
         self.workers = WorkerApi(pool, settings, self.guard, self.serving.bodies, self.serving.abort_all)
-        self._openai = OpenAIReader(
-            self.tokenizer, settings.model_name, settings.default_max_tokens, lambda: pool.adapters
-        )
-        self._routes: dict[str, dict[str, tuple[AccessLevel, Handler]]] = {}
-        self._named: list[tuple[str, str, str]] = []  # begin and end of a path with a name, and its pattern
-        self._add_generations()
-        self._add_routes()
+        self.add_routes(lambda: pool.adapters)
 
     def admit(self, exchange: HttpExchange) -> None:
         """Finds the route of a request, and checks its Host and token."""
@@ -113,56 +106,35 @@ class GatewayApp:
 
     # ---- routes ----------------------------------------------------------------------------------------------------
 
-    def _add_generations(self) -> None:
+    def add_routes(self, adapters: PoolAdapters) -> None:
+        """Fills the table of routes."""
+        self._routes: dict[str, dict[str, tuple[AccessLevel, Handler]]] = {}
+        self._named: list[tuple[str, str, str]] = []  # begin and end of a path with a name, and its pattern
+        self._openai = OpenAIReader(
+            self.tokenizer, self.settings.model_name, self.settings.default_max_tokens, adapters
+        )
         for path, name, read in (
             ("/v1/completions", "completions", self._openai.completions),
             ("/v1/chat/completions", "chat", self._openai.chat),
-            ("/generate", "generate", SglangReader(self.tokenizer, lambda: self.pool.adapters).generate),
+            ("/generate", "generate", SglangReader(self.tokenizer, adapters).generate),
         ):
             endpoint = GenerationEndpoint(self.serving, name, read)
             self._routes[path] = {"POST": (AccessLevel.read, endpoint)}
-
-    def _add_routes(self) -> None:
-        public, read, write, workers = AccessLevel.public, AccessLevel.read, AccessLevel.write, self.workers
-        routes: tuple[tuple[str, str, AccessLevel, RouteHandler, int], ...] = (
-            ("GET", "/health", public, self._health, 200),
-            ("GET", "/ready", public, self._ready, 200),
-            ("GET", "/health_generate", public, self._ready, 200),
-            ("GET", "/v1/models", read, self._models, 200),
-            ("GET", "/v1/models/{name}", read, self._model, 200),
-            ("GET", "/model_info", read, self._model_info, 200),
-            ("GET", "/get_model_info", read, self._model_info, 200),
-            ("GET", "/metrics", read, self._metrics, 200),
-            ("GET", "/status", read, self._status, 200),
-            ("GET", "/story/{name}", read, workers.story, 200),
-            ("GET", "/workers", read, workers.listed, 200),
-            ("GET", "/list_workers", read, workers.urls, 200),
-            ("POST", "/workers", write, workers.add, 202),
-            ("POST", "/add_worker", write, workers.add_by_query, 200),
-            ("POST", "/remove_worker", write, workers.remove_by_query, 200),
-            ("POST", "/workers/{name}/drain", write, workers.drain, 200),
-            ("POST", "/workers/{name}/resume", write, workers.resume, 200),
-            ("GET", "/workers/{name}", read, workers.get, 200),
-            ("DELETE", "/workers/{name}", write, workers.remove, 202),
-            ("POST", "/abort_request", write, workers.abort, 200),
-            ("POST", "/scale", write, workers.scale, 200),
-            ("DELETE", "/scale", write, workers.release_scale, 200),
-        )
-        for method, path, access, handler, status in routes:
-            answer = functools.partial(self._answer, access, handler, status)
+        for method, path, access, name, status in ROUTES:
+            answer = functools.partial(self.answer_route, access, name, status)
             self._routes.setdefault(path, {})[method] = (access, answer)
-            begin, name, end = path.partition(NAME)
-            if name and (begin, end, path) not in self._named:
+            begin, named, end = path.partition(NAME)
+            if named and (begin, end, path) not in self._named:
                 self._named.append((begin, end, path))
 
-    async def _answer(self, access: AccessLevel, handler: RouteHandler, status: int, exchange: HttpExchange) -> None:
+    async def answer_route(self, access: AccessLevel, name: str, status: int, exchange: HttpExchange) -> None:
         """Answers a request that is no generation, within a deadline."""
         exchange.closing |= self.serving.stopping
         within_s = self.settings.change_s + self.settings.body_s
         try:
             if access is AccessLevel.write and self.serving.stopping:
                 raise Refusal(503, STOPPING, code="stopping")
-            answer = await asyncio.wait_for(handler(exchange), within_s)
+            answer = await asyncio.wait_for(operator.attrgetter(name)(self)(exchange), within_s)
             if isinstance(answer, bytes):
                 await exchange.raw(answer, status, [(b"content-type", CONTENT_TYPE.encode())])
             else:
@@ -174,10 +146,10 @@ class GatewayApp:
         except asyncio.TimeoutError:
             await exchange.refuse(Refusal(504, f"not done within {within_s:g} s", code="timeout"))
 
-    async def _health(self, exchange: HttpExchange) -> Any:
+    async def health(self, exchange: HttpExchange) -> Any:
         return {"status": "ok"}
 
-    async def _ready(self, exchange: HttpExchange) -> Any:
+    async def ready(self, exchange: HttpExchange) -> Any:
         if self.serving.stopping:
             raise Refusal(503, STOPPING, code="stopping")
         views = self.pool.workers()
@@ -189,26 +161,26 @@ class GatewayApp:
             )
         return {"status": "ready", "healthy_workers": serving, "total_workers": len(views)}
 
-    async def _models(self, exchange: HttpExchange) -> Any:
+    async def models(self, exchange: HttpExchange) -> Any:
         model = {"id": await self._openai.model(), "object": "model", "created": 0, "owned_by": "trimtab"}
         adapters = [{**model, "id": name, "parent": model["id"]} for name in self.pool.adapters]
         return {"object": "list", "data": [model, *adapters]}
 
-    async def _model(self, exchange: HttpExchange) -> Any:
+    async def model(self, exchange: HttpExchange) -> Any:
         name = exchange.name
-        for model in (await self._models(exchange))["data"]:
+        for model in (await self.models(exchange))["data"]:
             if model["id"] == name:
                 return model
         raise Refusal(404, f"there is no model {name!r}", code="model_not_found")
 
-    async def _model_info(self, exchange: HttpExchange) -> Any:
+    async def model_info(self, exchange: HttpExchange) -> Any:
         info = {"model_path": await self._openai.model(), "is_generation": True}
         return {**info, "weight_version": str(self.pool.version)}
 
-    async def _metrics(self, exchange: HttpExchange) -> Any:
+    async def metrics_page(self, exchange: HttpExchange) -> Any:
         return self.metrics.text()
 
-    async def _status(self, exchange: HttpExchange) -> Any:
+    async def status(self, exchange: HttpExchange) -> Any:
         gateway = {
             "open": self.serving.open, "limit": self.settings.max_concurrent, "stopping": self.serving.stopping,
             "faults": self.workers.faults,
@@ -216,6 +188,31 @@ class GatewayApp:
         return {**self.pool.status(), "gateway": gateway}
 
 
+_PUBLIC, _READ, _WRITE = AccessLevel.public, AccessLevel.read, AccessLevel.write
+ROUTES: tuple[tuple[str, str, AccessLevel, str, int], ...] = (
+    ("GET", "/health", _PUBLIC, "health", 200),
+    ("GET", "/ready", _PUBLIC, "ready", 200),
+    ("GET", "/health_generate", _PUBLIC, "ready", 200),
+    ("GET", "/v1/models", _READ, "models", 200),
+    ("GET", "/v1/models/{name}", _READ, "model", 200),
+    ("GET", "/model_info", _READ, "model_info", 200),
+    ("GET", "/get_model_info", _READ, "model_info", 200),
+    ("GET", "/metrics", _READ, "metrics_page", 200),
+    ("GET", "/status", _READ, "status", 200),
+    ("GET", "/story/{name}", _READ, "workers.story", 200),
+    ("GET", "/workers", _READ, "workers.listed", 200),
+    ("GET", "/list_workers", _READ, "workers.urls", 200),
+    ("POST", "/workers", _WRITE, "workers.add", 202),
+    ("POST", "/add_worker", _WRITE, "workers.add_by_query", 200),
+    ("POST", "/remove_worker", _WRITE, "workers.remove_by_query", 200),
+    ("POST", "/workers/{name}/drain", _WRITE, "workers.drain", 200),
+    ("POST", "/workers/{name}/resume", _WRITE, "workers.resume", 200),
+    ("GET", "/workers/{name}", _READ, "workers.get", 200),
+    ("DELETE", "/workers/{name}", _WRITE, "workers.remove", 202),
+    ("POST", "/abort_request", _WRITE, "workers.abort", 200),
+    ("POST", "/scale", _WRITE, "workers.scale", 200),
+    ("DELETE", "/scale", _WRITE, "workers.release_scale", 200),
+)
 FORMS = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), Refusal.openai)
 
 
@@ -246,6 +243,7 @@ class Gateway:
         self._socket: socket.socket | None = None
         self._connections = HttpConnections(settings, self.app.admit, self.app.answer)
         self._server: asyncio.Server | None = None
+        self.fronts: FrontProcesses | None = None
 
     @property
     def port(self) -> int:
@@ -264,7 +262,7 @@ class Gateway:
 
     async def start(self) -> None:
         """InputError if the port is taken."""
-        if self._server is not None:
+        if self._socket is not None:
             raise InputError("the gateway runs already")
         self._socket = listening(self.settings.host, self.settings.port)
         # Two connections per request: client and engine.
@@ -272,6 +270,9 @@ class Gateway:
         if files < FILES_FEW:
             log.warning("at most %d open files are allowed here: about %d concurrent requests", files, files // 2)
         self._connections.closing = False
+        if self.settings.processes > 1:
+            self.fronts = FrontProcesses(self.app, self._socket, self.settings.processes - 1)
+            return
         self._server = await asyncio.get_running_loop().create_server(
             self._connections, sock=self._socket, backlog=BACKLOG
         )
@@ -280,14 +281,20 @@ class Gateway:
         """Stops gracefully; see the module. Harmless if it never started."""
         serving = self.app.serving
         serving.stopping = True
-        if self._server is not None:
+        if self._socket is not None:
+            if self.fronts is not None:
+                self.fronts.send_state()
             if not await serving.until_empty(drain_s):
                 serving.abort_all()
                 await serving.until_empty(self.settings.abort_s)
-            self._server.close()
-            await self._connections.close(self.settings.abort_s)
+            if self._server is not None:
+                self._server.close()
+                await self._connections.close(self.settings.abort_s)
+            if self.fronts is not None:
+                await self.fronts.stop(self.settings.abort_s)
+            self._socket.close()
         await self.app.workers.close()
-        self._server = self._socket = None
+        self._server = self._socket = self.fronts = None
         serving.stopping = False
 
     async def __aenter__(self) -> Gateway:

@@ -24,13 +24,12 @@ from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP, End
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.fields import DEFAULT_TERMS, BodyParser, RequestTerms, ServedKinds, read_terms
-from trimtab.runtime.gateway.guard import GatewayGuard
-from trimtab.runtime.gateway.metrics import GatewayMetrics
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.request_api import RequestOptions
 from trimtab.runtime.rollout.sampling import Chunk, Completion, PendingRequest, RefusedError, Sample, SamplingParams
 
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
 STOPPING = "the gateway stops"
 REFRESH_S = 0.5
 MIN_SHARE = 16
@@ -241,13 +240,21 @@ Read = Callable[[Any, RequestTerms, ServedKinds], Awaitable[ResponseFormat]]
 """Reads a body, given the kinds of engines that are up."""
 
 
+class GenerationMetrics(Protocol):
+    """What generation requests are counted by."""
+
+    def count(self, endpoint: str, status: int, seconds: float) -> None:
+        """An answered request."""
+
+    def made(self, samples: Sequence[Sample]) -> None:
+        """Its samples."""
+
+
 class GenerationTracker:
     """Open calls."""
 
-    def __init__(
-        self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, metrics: GatewayMetrics
-    ) -> None:
-        self.pool, self.settings, self.guard, self.metrics = pool, settings, guard, metrics
+    def __init__(self, pool: RolloutPool | None, settings: GatewaySettings, metrics: GenerationMetrics) -> None:
+        self._pool, self.settings, self.metrics = pool, settings, metrics
         self.bodies = BodyParser(settings.parse_s)
         self.stopping = False
         self._open: set[HttpExchange] = set()
@@ -274,8 +281,9 @@ class GenerationTracker:
     def _refresh(self) -> None:
         now = time.monotonic()
         if now > self._fresh_until or not self._kinds:
-            views = [view for view in self.pool.workers() if view.state in UP]
-            engines = (self.pool.engine(view.worker) for view in views)
+            assert self._pool is not None
+            views = [view for view in self._pool.workers() if view.state in UP]
+            engines = (self._pool.engine(view.worker) for view in views)
             self._kinds = frozenset(engine.kind for engine in engines if engine is not None)
             self._capacity = sum(view.spec.limit for view in views)
             self._fresh_until = now + REFRESH_S
@@ -299,6 +307,21 @@ class GenerationTracker:
         self._open.discard(exchange)
         if not self._open:
             self._empty.set()
+
+    async def completions(self, exchange: HttpExchange, call: GenerationCall) -> list[Completion]:
+        """All answers of a call."""
+        assert self._pool is not None
+        waiting = self.waiting[exchange] = PendingCall(self._pool, call, self.share())
+        completions = await waiting.answers()
+        del self.waiting[exchange]
+        return completions
+
+    def chunks(
+        self, call: GenerationCall, exchange: HttpExchange | None = None
+    ) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """Chunks of a call; closing it cancels the requests."""
+        assert self._pool is not None
+        return chunks_of(self._pool, call, self.share())
 
     async def until_empty(self, within_s: float) -> bool:
         """Whether all open calls ended in time."""
@@ -346,7 +369,7 @@ class GenerationEndpoint:
                 raise  # the server stops
             if exchange.abort_reason:
                 await exchange.refuse(Refusal(503, exchange.abort_reason, code="stopping"))
-        serving.metrics.answered(self._name, exchange, clock() - began)
+        serving.metrics.count(self._name, CLIENT_CLOSED if exchange.client_gone else exchange.status, clock() - began)
 
     async def _answer(self, exchange: HttpExchange) -> None:
         serving = self._serving
@@ -361,9 +384,7 @@ class GenerationEndpoint:
 
     async def _whole(self, exchange: HttpExchange, form: ResponseFormat) -> None:
         serving = self._serving
-        waiting = serving.waiting[exchange] = PendingCall(serving.pool, form.call, serving.share())
-        completions = await waiting.answers()
-        del serving.waiting[exchange]
+        completions = await serving.completions(exchange, form.call)
         samples = samples_of(completions)
         serving.metrics.made(samples)
         if not (exchange.aborted or any(map(is_answer, samples))):
@@ -375,7 +396,7 @@ class GenerationEndpoint:
         serving, begun, tail = self._serving, False, b""
         left = sum(params.n for params in form.call.params)
         try:
-            async with aclosing(chunks_of(serving.pool, form.call, serving.share())) as chunks:
+            async with aclosing(serving.chunks(form.call, exchange)) as chunks:
                 async for place, chunk in chunks:
                     sample = chunk.sample
                     if not begun:

@@ -20,6 +20,7 @@ class GatewaySettings:
     port: int = 0  # 0: any that is free
     allowed_hosts: tuple[str, ...] = ()  # Host headers accepted besides loopback and `host`
     worker_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")  # hosts of new workers; also `*.suffix` and CIDR
+    processes: int = 1  # the pool's own, and those that serve the port if there are more
     open_requests: bool | None = None  # no token needed; None: on loopback only
     model_name: str = ""  # model name for clients; empty: the engines' name
     vocabulary: int | None = None  # vocabulary size; None: as the engines report
@@ -44,6 +45,7 @@ class GatewaySettings:
         ),
         **dict.fromkeys(("max_concurrent", "default_max_tokens", "vocabulary"), (1, MAX_COUNT)),
         **dict.fromkeys(("max_head_bytes", "max_body_bytes"), (1, 2**40)),
+        "processes": (1, 64),
         "port": (0, 65_535),  # 0: any that is free
     }
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trimtab.model.rollout import UP, End, WorkerState
 from trimtab.runtime.engines.engine import EngineError, EngineRefusedError
@@ -21,7 +21,6 @@ from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample
 
-T = TypeVar("T")
 TRIES = 3
 NAMES_KEPT = 400_000  # larger than any vocabulary
 NAMES_AT_ONCE = 16
@@ -32,7 +31,7 @@ _HALF = "\ufffd"  # replacement of incomplete characters
 class PoolTokenizer:
     """The tokenizer of a pool."""
 
-    def __init__(self, pool: RolloutPool, within_s: float, vocabulary: int | None = None) -> None:
+    def __init__(self, pool: RolloutPool | None, within_s: float, vocabulary: int | None = None) -> None:
         self._pool, self._within_s = pool, within_s
         self._vocabulary, self._vocabulary_asked = vocabulary, False
         self._turn = 0
@@ -42,22 +41,24 @@ class PoolTokenizer:
         self._fresh_until = 0.0
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        return await self._call(lambda tokenizer: tokenizer.tokenize(text))
+        ids: tuple[int, ...] = await self.call("tokenize", text)
+        return ids
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        return await self._call(lambda tokenizer: tokenizer.render(messages, options))
+        ids: tuple[int, ...] = await self.call("render", messages, options)
+        return ids
 
     async def model(self) -> str:
         """Model name of the engines; read once, because a refit may rename it."""
         if not self._model:
-            self._model = await self._call(lambda tokenizer: tokenizer.model())
+            self._model = await self.call("model")
         return self._model
 
     async def check_known(self, prompts: Sequence[tuple[int, ...]], fields: BodyFields, name: str) -> None:
         """Refuses ids outside the vocabulary. They crash some servers, and the request would be retried on the next."""
         if self._vocabulary is None and not self._vocabulary_asked:
             with contextlib.suppress(Refusal):  # no worker is up; the next call tries again
-                self._vocabulary = await self._call(lambda tokenizer: tokenizer.vocabulary())
+                self._vocabulary = await self.call("vocabulary")
                 self._vocabulary_asked = True
         if self._vocabulary is not None:
             largest = max(map(max, prompts))
@@ -76,7 +77,7 @@ class PoolTokenizer:
         return [self._names[token] for token in ids]
 
     async def _name(self, token: int) -> str:
-        return await self._call(lambda tokenizer: tokenizer.detokenize((token,), special=True))
+        return await self._detokenize((token,), True)
 
     async def text_of(self, sample: Sample, *, special: bool = False, keep_stop: bool = False) -> str:
         """Text of an answer: as the engine wrote it, or from its ids if several engines or none wrote it."""
@@ -95,13 +96,15 @@ class PoolTokenizer:
         return text if sample.text.endswith(_HALF) else text.rstrip(_HALF)
 
     async def _detokenize(self, ids: Sequence[int], special: bool) -> str:
-        return await self._call(lambda tokenizer: tokenizer.detokenize(ids, special=special)) if ids else ""
+        text: str = await self.call("detokenize", ids, special=special) if ids else ""
+        return text
 
-    async def _call(self, call: Callable[[Tokenizer], Awaitable[T]]) -> T:
+    async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a method of any worker's tokenizer."""
         why = "no worker has a tokenizer"
         for tokenizer in self._readers()[:TRIES]:
             try:
-                return await asyncio.wait_for(call(tokenizer), self._within_s)
+                return await asyncio.wait_for(getattr(tokenizer, method)(*arguments, **options), self._within_s)
             except EngineRefusedError as fault:
                 raise Refusal(400, fault.what, code="refused_by_engine") from None
             except EngineError as fault:
@@ -125,6 +128,7 @@ class PoolTokenizer:
 
     def _found(self) -> list[Tokenizer]:
         """Those of active workers; if there are none, of all that are up."""
+        assert self._pool is not None
         views = [view for view in self._pool.workers() if view.state in UP]
         serve = [view for view in views if view.state is WorkerState.active] or views
         found = (tokenizer_of(self._pool.engine(view.worker)) for view in serve)

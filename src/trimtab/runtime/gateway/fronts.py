@@ -1,0 +1,217 @@
+"""Front processes of a gateway: started, supervised, and served by the process that has the pool.
+
+They share one listening socket, so requests wait in its queue while one of them is started again. Everything that is
+decided is decided here: a front process that dies takes its connections with it, and nothing else. Its requests are
+cancelled, but those with an Idempotency-Key go on, and their answers are kept for the client that asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
+
+from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error
+from trimtab.runtime.gateway.link import (
+    Link,
+    LinkAbort,
+    LinkAnswers,
+    LinkCall,
+    LinkCancel,
+    LinkChunk,
+    LinkCounted,
+    LinkRefusal,
+    LinkReply,
+    LinkRoute,
+    LinkSetup,
+    LinkState,
+    LinkStop,
+    LinkTexts,
+    ToPool,
+)
+from trimtab.runtime.gateway.serving import samples_of
+from trimtab.runtime.procs.background import NEVER_GIVE_UP
+
+if TYPE_CHECKING:
+    from trimtab.runtime.gateway.server import GatewayApp
+
+STATE_S = 0.25
+EXIT_S = 2.0
+
+
+class RelayedExchange(HttpExchange):
+    """A request that a front process has read; its answer goes back there."""
+
+    answer: tuple[int, list[tuple[bytes, bytes]], bytes] = (503, [], b"")
+
+    def __init__(self, route: LinkRoute) -> None:
+        super().__init__(None, route.method, route.path, route.query, dict(route.headers), True, False)
+        self.body = route.body
+
+    async def raw(self, body: bytes, status: int, headers: Any) -> None:
+        self.status, self.complete, self.answer = status, True, (status, list(headers), body)
+
+
+class RelayedCall(HttpExchange):
+    """A call of a client that is connected to a front process."""
+
+    def __init__(self, link: Link, number: int) -> None:
+        super().__init__(None, "POST", "", "", {}, True, False)
+        self._link, self._number = link, number
+
+    def abort(self, why: str) -> None:
+        self._link.send(LinkAbort(self._number, why))
+
+
+class FrontProcess:
+    """One front process and its calls."""
+
+    link: Link
+
+    def __init__(self, app: GatewayApp, listener: socket.socket) -> None:
+        self._app, self._listener = app, listener
+        self._calls: dict[int, tuple[asyncio.Task[None], bool]] = {}  # of this process; with whether it has a key
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lost = asyncio.Event()
+        self._stopping = False
+        self.pid = 0
+
+    async def run(self) -> None:
+        """Runs one process until it ends; raises unless it was stopped."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        self._lost.clear()
+        self._calls = {}
+        with theirs:
+            ours.setblocking(False)
+            self.link = Link(ToPool, self._received, self._lost.set)
+            await loop.create_unix_connection(lambda: self.link, sock=ours)
+            files = (self._listener.fileno(), theirs.fileno())
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "trimtab.runtime.gateway.front", *map(str, files), pass_fds=files,
+                stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+        self.pid = process.pid
+        try:
+            self.link.send(LinkSetup(0, self._app.settings))
+            while not self._lost.is_set():
+                self.send_state()
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._lost.wait(), STATE_S)
+        finally:
+            self.link.close()
+            for task, keyed in self._calls.values():
+                if not keyed:
+                    task.cancel()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), EXIT_S)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if not self._stopping:
+            raise UnreachableError(f"a front process of the gateway ended with {process.returncode}")
+
+    def send_state(self) -> None:
+        serving = self._app.serving
+        if self.pid:
+            self.link.send(LinkState(0, tuple(serving.kinds()), tuple(self._app.pool.adapters), serving.stopping))
+
+    def stop(self) -> None:
+        self._stopping = True
+        if self.pid:
+            self.link.send(LinkStop(0))
+
+    # ---- what it asks ----------------------------------------------------------------------------------------------
+
+    def _received(self, message: ToPool) -> None:
+        if isinstance(message, LinkCall):
+            task = self._spawn(self._generate(self.link, self._calls, message))
+            self._calls[message.number] = task, bool(message.call.terms.options.key)
+        elif isinstance(message, LinkCancel):
+            if (found := self._calls.pop(message.number, None)) is not None:
+                found[0].cancel()
+        elif isinstance(message, LinkCounted):
+            self._app.metrics.count(message.endpoint, message.status, message.seconds)
+        elif isinstance(message, LinkTexts):
+            self._spawn(self._reply(message.number, self._texts, message))
+        else:
+            self._spawn(self._reply(message.number, self._route, message))
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _generate(self, link: Link, calls: dict[int, tuple[asyncio.Task[None], bool]], message: LinkCall) -> None:
+        serving, call, number = self._app.serving, message.call, message.number
+        exchange = RelayedCall(link, number)
+        try:
+            serving.enter(exchange)
+            try:
+                if call.stream:
+                    async with aclosing(serving.chunks(call)) as chunks:
+                        async for place, chunk in chunks:
+                            if chunk.sample is not None:
+                                self._app.metrics.made((chunk.sample,))
+                            link.send(LinkChunk(number, place, chunk))
+                    link.send(LinkChunk(number))
+                else:
+                    completions = await serving.completions(exchange, call)
+                    self._app.metrics.made(samples_of(completions))
+                    link.send(LinkAnswers(number, completions, exchange.aborted))
+            finally:
+                serving.leave(exchange)
+        except Refusal as refusal:
+            link.send(LinkRefusal.of(number, refusal))
+        except TrimtabError as error:
+            link.send(LinkRefusal.of(number, refusal_for_error(error)))
+        finally:
+            calls.pop(number, None)
+
+    async def _reply(self, number: int, ask: Callable[[Any], Awaitable[Any]], message: Any) -> None:
+        link = self.link
+        try:
+            link.send(LinkReply(number, await ask(message)))
+        except Refusal as refusal:
+            link.send(LinkRefusal.of(number, refusal))
+
+    async def _texts(self, message: LinkTexts) -> Any:
+        return await self._app.tokenizer.call(message.method, *message.arguments, **message.options)
+
+    async def _route(self, message: LinkRoute) -> Any:
+        exchange = RelayedExchange(message)
+        try:
+            self._app.admit(exchange)
+        except Refusal as refusal:
+            exchange.refusal = refusal
+        await self._app.answer(exchange)
+        return (*exchange.answer, exchange.closing)
+
+
+class FrontProcesses:
+    """All front processes of a gateway."""
+
+    def __init__(self, app: GatewayApp, listener: socket.socket, count: int) -> None:
+        self.all = [FrontProcess(app, listener) for _ in range(count)]
+        background = app.pool.background
+        self._jobs = [
+            background.start(f"gateway front {number}", front.run, policy=NEVER_GIVE_UP)
+            for number, front in enumerate(self.all)
+        ]
+
+    def send_state(self) -> None:
+        for front in self.all:
+            front.send_state()
+
+    async def stop(self, within_s: float) -> None:
+        for front in self.all:
+            front.stop()
+        await asyncio.wait(self._jobs, timeout=within_s + EXIT_S)
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
