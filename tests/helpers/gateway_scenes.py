@@ -140,7 +140,7 @@ def play(urls: Sequence[str], act: Callable[[Front], Awaitable[None]], **setting
         async with front(urls, **settings) as scene:
             await act(scene)
 
-    run(whole(), within_s=60)
+    run(whole(), within_s=60 if PROCESSES.get() == settings.get("processes", 1) == 1 else 180)
 
 
 def play_stubs(stubs: Sequence[Any], act: Callable[[Front], Awaitable[None]], **settings: Any) -> None:
@@ -153,4 +153,4 @@ def play_stubs(stubs: Sequence[Any], act: Callable[[Front], Awaitable[None]], **
             async with front([stub.url for stub in stubs], **settings) as scene:
                 await act(scene)
 
-    run(whole(), within_s=60)
+    run(whole(), within_s=60 if PROCESSES.get() == settings.get("processes", 1) == 1 else 180)

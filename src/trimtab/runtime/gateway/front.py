@@ -35,6 +35,7 @@ from trimtab.runtime.gateway.link import (
     LinkSetup,
     LinkState,
     LinkTexts,
+    LinkUp,
     ToFront,
 )
 from trimtab.runtime.gateway.server import GatewayApp, run_alone
@@ -215,6 +216,7 @@ async def serve(listener: int, link: int) -> None:
     app = FrontApp(pool, settings)
     connections = HttpConnections(settings, app.admit, app.answer)
     server = await loop.create_server(connections, sock=socket.socket(fileno=listener), backlog=BACKLOG)
+    pool.send(LinkUp(0))
     await pool.ended.wait()
     server.close()
     await connections.close(settings.abort_s)

@@ -31,6 +31,7 @@ from trimtab.runtime.gateway.link import (
     LinkState,
     LinkStop,
     LinkTexts,
+    LinkUp,
     ToPool,
 )
 from trimtab.runtime.gateway.serving import samples_of
@@ -39,6 +40,7 @@ from trimtab.runtime.procs.background import NEVER_GIVE_UP
 if TYPE_CHECKING:
     from trimtab.runtime.gateway.server import GatewayApp
 
+START_S = 60.0
 STATE_S = 0.25
 EXIT_S = 2.0
 
@@ -78,6 +80,7 @@ class FrontProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
         self._stopping = False
+        self.up = asyncio.Event()  # it has accepted connections once
         self.pid = 0
 
     async def run(self) -> None:
@@ -136,6 +139,8 @@ class FrontProcess:
                 found[0].cancel()
         elif isinstance(message, LinkCounted):
             self._app.metrics.count(message.endpoint, message.status, message.seconds)
+        elif isinstance(message, LinkUp):
+            self.up.set()
         elif isinstance(message, LinkTexts):
             self._spawn(self._reply(message.number, self._texts, message))
         else:
@@ -203,6 +208,13 @@ class FrontProcesses:
             background.start(f"gateway front {number}", front.run, policy=NEVER_GIVE_UP)
             for number, front in enumerate(self.all)
         ]
+
+    async def until_up(self) -> None:
+        """Raises UnreachableError if that takes too long."""
+        try:
+            await asyncio.wait_for(asyncio.gather(*(front.up.wait() for front in self.all)), START_S)
+        except asyncio.TimeoutError:
+            raise UnreachableError(f"the gateway's front processes did not start within {START_S:g} s") from None
 
     def send_state(self) -> None:
         for front in self.all:

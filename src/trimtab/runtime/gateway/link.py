@@ -28,6 +28,10 @@ class LinkMessage(msgspec.Struct, array_like=True, tag=True):
     number: int
 
 
+class LinkUp(LinkMessage):
+    """A front process accepts connections."""
+
+
 class LinkCall(LinkMessage):
     """A generation call."""
 
@@ -125,7 +129,7 @@ class LinkRefusal(LinkMessage):
         return Refusal(self.status, self.message, param=self.param, code=self.code, headers=self.headers)
 
 
-ToPool = LinkCall | LinkCancel | LinkTexts | LinkRoute | LinkCounted
+ToPool = LinkUp | LinkCall | LinkCancel | LinkTexts | LinkRoute | LinkCounted
 ToFront = LinkSetup | LinkState | LinkStop | LinkChunk | LinkAnswers | LinkAbort | LinkReply | LinkRefusal
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trimtab.model.rollout import WorkerState
-from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Sample
+
+if TYPE_CHECKING:
+    from trimtab.runtime.rollout.pool import RolloutPool
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)

@@ -21,7 +21,7 @@ import socket
 import sys
 from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import WorkerState
@@ -37,7 +37,9 @@ from trimtab.runtime.gateway.sglang import SglangReader
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.gateway.workers import WorkerApi
 from trimtab.runtime.http.listening import BACKLOG, allow_files, listening
-from trimtab.runtime.rollout.pool import RolloutPool
+
+if TYPE_CHECKING:
+    from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.gateway")
 
@@ -272,6 +274,11 @@ class Gateway:
         self._connections.closing = False
         if self.settings.processes > 1:
             self.fronts = FrontProcesses(self.app, self._socket, self.settings.processes - 1)
+            try:
+                await self.fronts.until_up()
+            except BaseException:
+                await self.stop(0)
+                raise
             return
         self._server = await asyncio.get_running_loop().create_server(
             self._connections, sock=self._socket, backlog=BACKLOG

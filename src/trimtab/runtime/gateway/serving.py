@@ -18,16 +18,18 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP, End
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.fields import DEFAULT_TERMS, BodyParser, RequestTerms, ServedKinds, read_terms
 from trimtab.runtime.gateway.settings import GatewaySettings
-from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.request_api import RequestOptions
 from trimtab.runtime.rollout.sampling import Chunk, Completion, PendingRequest, RefusedError, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from trimtab.runtime.rollout.pool import RolloutPool
 
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected
 STOPPING = "the gateway stops"

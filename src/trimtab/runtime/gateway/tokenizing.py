@@ -11,15 +11,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.model.rollout import UP, End, WorkerState
 from trimtab.runtime.engines.engine import EngineError, EngineRefusedError
 from trimtab.runtime.engines.tokenizer import Tokenizer, tokenizer_of
 from trimtab.runtime.gateway.exchange import Refusal
 from trimtab.runtime.gateway.fields import BodyFields
-from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample
+
+if TYPE_CHECKING:
+    from trimtab.runtime.rollout.pool import RolloutPool
 
 TRIES = 3
 NAMES_KEPT = 400_000  # larger than any vocabulary

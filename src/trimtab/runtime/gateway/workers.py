@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,9 @@ from trimtab.runtime.gateway.exchange import HttpExchange, Refusal
 from trimtab.runtime.gateway.fields import BodyFields, BodyParser
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
-from trimtab.runtime.rollout.pool import RolloutPool
+
+if TYPE_CHECKING:
+    from trimtab.runtime.rollout.pool import RolloutPool
 
 HEALTHY = (WorkerState.active, WorkerState.draining)
 MAX_WHY_CHARS = 200
