@@ -5,8 +5,9 @@ stop`, a crash), when the head is gone, and when the command that owns the clust
 ledger. All processes of the node descend from it. If it is killed itself, the kernel kills `ray start`, which ends the
 rest. Run as a module, with the ledger's directory and the node's mark.
 
-Few nodes start at once, since Ray gives its own parts 15 s to come up: a supervisor takes a start permit, a file lock
-that is released even if its holder dies, before it starts Ray, and releases it when the node runs or has failed.
+Few nodes start at once, since Ray's own parts have a limited time to come up: a supervisor takes a start permit, a
+file lock that is released even if its holder dies, before it starts Ray, and releases it when the node runs or has
+failed.
 
 Sizes, ports and GPUs of a node are stated in full in its command line and environment, so that nodes on one machine
 never collide in Ray's defaults. The caller's Ray settings in the environment stay, except those that would point the
@@ -106,6 +107,7 @@ def environment(
         # On SIGTERM Ray would drain for half a minute; a node is drained before it is told to end.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
+    ours.setdefault("RAY_agent_register_timeout_ms", str(AGENT_S * 1000))  # 15 s by default; the raylet ends then
     ours.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ours.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPU numbers as in nvidia-smi
     return ours | (QUICK_LOSS if cluster.quick_loss else {})
@@ -140,7 +142,8 @@ def _shared_memory() -> int:
 
 POLL_S = 0.2
 ATTEMPTS = 3
-TOO_BUSY = "Ray's agent did not come up in the 15 s that Ray gives it: this machine is too busy"
+AGENT_S = 60
+TOO_BUSY = f"Ray's agent did not come up in {AGENT_S} s: this machine is too busy"
 GRACE_S = 5.0  # for Ray to end in order
 CRASH_S = 3.0  # after a crash of one of its processes `ray start` ends within this on a calm machine
 _SIGTERM = re.compile(r"main\.cc:\d+: (GCS server )?received SIGTERM")
