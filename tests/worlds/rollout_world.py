@@ -209,7 +209,7 @@ class RolloutWorld:
             self.counted["resumed"] += 1
         elif client.sends:
             self.counted["sent again from the prompt"] += 1
-        if not client.spec.spans and send.resumed:
+        if not client.spec.spans and send.resumed and not client.murky:
             assert set(client.tokens[: send.resumed]) == {self.version}, "would span versions"
         self._check_session(client, send.worker)
         client.attempt, client.sends = send.attempt, client.sends + 1
@@ -333,7 +333,9 @@ class RolloutWorld:
         assert one.workers <= self.most
         if one.workers < one.before:
             self.counted["down"] += 1
-            active = sum(view.state is S.active for view in self.machine.workers())
+            # The same tick may suspect a worker afterwards.
+            active = sum(view.state in (S.active, S.suspect) for view in self.machine.workers()
+                         if view.state is S.active or view.worker in self.served)  # fmt: skip
             least = self.machine.sample().min_workers
             assert active >= least or not self.served.intersection(one.changed), f"{active} serve, of {least}"
             assert self.begun is None, "somebody leaves during a refit"
