@@ -140,7 +140,7 @@ def plan(
         loaded, notes, widths, run = estimated.loaded, estimated.notes, estimated.widths, estimated.settings
     else:
         loaded, notes = _read(file, overrides or [], profile, from_run)
-    file = loaded.path
+    asked, file = file, loaded.path
     log.debug("read %s as %s", file, loaded.file_format)
     try:
         began = time.perf_counter()
@@ -165,9 +165,9 @@ def plan(
         raise
     settings = _settings(loaded, result)
     modes: tuple[ModePlan, ...] = ()
-    if not as_overrides and from_run is None:
+    if asked is not None and not as_overrides and from_run is None:
         sizes = {**given, "rollout": rollout, "train": train} if run is not None else {}
-        modes = _modes((loaded, run), result.best, overrides or [], profile, sizes)
+        modes = _modes(asked, (loaded, run), result.best, overrides or [], profile, sizes)
     _write_pictures(result, settings, loaded, report, svg, trace, searched)
     if output is not None:
         _write_to(output, loaded, settings)
@@ -177,12 +177,11 @@ def plan(
 
 
 def _modes(
-    present: Reading, plan: Plan, overrides: list[str], profile: Path | None, given: dict[str, Any]
+    path: Path, present: Reading, plan: Plan, overrides: list[str], profile: Path | None, given: dict[str, Any]
 ) -> tuple[ModePlan, ...]:
-    """The framework's modes side by side."""
+    """The framework's modes side by side; `path` is the config or the script that starts it."""
     from trimtab.formats.modes import plan_modes
 
-    path = present[0].path
     if not present[0].modes or not path.is_file():
         return ()
 

@@ -53,3 +53,23 @@ def test_a_script_that_ends_without_a_variable_asks_for_it(capsys: pytest.Captur
     assert "status 1: set MODELS_OF_A_TEST first" in shown
     assert "give it as MODELS_OF_A_TEST=VALUE" in shown
     assert run([*call, "MODELS_OF_A_TEST=/models"]) == 0
+
+
+def test_other_modes_are_those_of_the_script_and_not_of_the_config_that_it_starts_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "verl" / "trainer" / "config" / "ppo_trainer.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(
+        "data: {train_batch_size: 256, max_prompt_length: 512, max_response_length: 4096}\n"
+        "actor_rollout_ref:\n  hybrid_engine: true\n  model: {path: no/such-model}\n  actor: {ppo_mini_batch_size: 64}\n"
+        "  rollout: {name: vllm, n: 4, tensor_model_parallel_size: 1, nnodes: 0}\n"
+        "algorithm: {adv_estimator: grpo}\n"
+        "trainer: {nnodes: 1, n_gpus_per_node: 8, v1: {trainer_mode: sync}}\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct\n")
+    assert run(["plan", str(script), *ESTIMATED]) == 0
+    modes = {mode["mode"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}
+    assert set(modes) >= {"as planned", "colocate_async"}
+    assert all(mode["seconds"] and not mode["reason"] for mode in modes.values())

@@ -275,7 +275,7 @@ def _modes(modes: Sequence[ModePlan], best: Plan) -> Table:
         # The last component of a group is the one that trains.
         groups = [group.rpartition(", ")[2] for group in mode.placement.split(" | ")]
         where = " | ".join(groups) if len(groups) > 1 else f"all on {groups[0].rpartition(' ')[2]}"
-        rows.append((mode.mode, *seconds, gain, gb, "" if mode.reason else age, mode.reason or where))
+        rows.append((mode.mode, *seconds, gain, gb, "" if mode.reason else age, "-" if mode.reason else where))
     heads = (">low", f">{word}", ">high", ">faster", ">peak GB", ">age", "GPUs")
     return text_table((Column("mode", no_wrap=True), *heads), rows)
 
@@ -283,7 +283,9 @@ def _modes(modes: Sequence[ModePlan], best: Plan) -> Table:
 def _proposal(modes: Sequence[ModePlan]) -> str:
     found = next((mode for mode in modes if mode.proposed), None)
     known = any(mode.memory_gb for mode in modes)
-    more = "" if known else "; with --gpu KIND what a mode changes in decoding, and its memory, are estimated too"
+    more = "; with --gpu KIND what a mode changes in decoding, and its memory, are estimated too"
+    if known:
+        more = " (seconds of whole steps, with what no component books)"
     if found is None or found.gain is None:
         return f"No other mode is proposed: none is faster by more than the noise of a run{more}"
     low, likely, high = (f"{value:.2f}x" for value in (found.gain.low, found.gain.likely, found.gain.high))
@@ -295,8 +297,12 @@ def _range_data(values: Interval | None) -> dict[str, float] | None:
 
 
 def _mode_needs(modes: Sequence[ModePlan]) -> list[str]:
-    """For each mode that can be planned, all that has to be set."""
-    return [f"{mode.mode}: {'; '.join((*mode.needs, ' '.join(mode.words)))}" for mode in modes if mode.words]
+    """For each mode all that has to be set, or why it is not planned."""
+    return [
+        f"{mode.mode}: {f'not planned: {mode.reason}' if mode.reason else '; '.join((*mode.needs, ' '.join(mode.words)))}"
+        for mode in modes
+        if mode.reason or mode.words
+    ]
 
 
 def _range(row: Sensitivity) -> str:
