@@ -62,7 +62,8 @@ def test_other_modes_are_those_of_the_script_and_not_of_the_config_that_it_start
     config.parent.mkdir(parents=True)
     config.write_text(
         "data: {train_batch_size: 256, max_prompt_length: 512, max_response_length: 4096}\n"
-        "actor_rollout_ref:\n  hybrid_engine: true\n  model: {path: no/such-model}\n  actor: {ppo_mini_batch_size: 64}\n"
+        "actor_rollout_ref:\n  hybrid_engine: true\n  model: {path: no/such-model}\n"
+        "  actor: {ppo_mini_batch_size: 64}\n"
         "  rollout: {name: vllm, n: 4, tensor_model_parallel_size: 1, nnodes: 0}\n"
         "algorithm: {adv_estimator: grpo}\n"
         "trainer: {nnodes: 1, n_gpus_per_node: 8, v1: {trainer_mode: sync}}\n"

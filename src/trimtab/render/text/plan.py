@@ -298,11 +298,11 @@ def _range_data(values: Interval | None) -> dict[str, float] | None:
 
 def _mode_needs(modes: Sequence[ModePlan]) -> list[str]:
     """For each mode all that has to be set, or why it is not planned."""
-    return [
-        f"{mode.mode}: {f'not planned: {mode.reason}' if mode.reason else '; '.join((*mode.needs, ' '.join(mode.words)))}"
+    needs = {
+        mode.mode: f"not planned: {mode.reason}" if mode.reason else "; ".join((*mode.needs, " ".join(mode.words)))
         for mode in modes
-        if mode.reason or mode.words
-    ]
+    }
+    return [f"{name}: {text}" for name, text in needs.items() if text]
 
 
 def _range(row: Sensitivity) -> str:
