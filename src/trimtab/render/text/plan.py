@@ -276,8 +276,9 @@ def _modes(modes: Sequence[ModePlan], best: Plan) -> Table:
         groups = [group.rpartition(", ")[2] for group in mode.placement.split(" | ")]
         where = " | ".join(groups) if len(groups) > 1 else f"all on {groups[0].rpartition(' ')[2]}"
         rows.append((mode.mode, *seconds, gain, gb, "" if mode.reason else age, "-" if mode.reason else where))
-    heads = (">low", f">{word}", ">high", ">faster", ">peak GB", ">age", "GPUs")
-    return text_table((Column("mode", no_wrap=True), *heads), rows)
+    numbers = ("low", word, "high", "faster", "peak GB", "age")
+    heads = (Column(head, justify="right", no_wrap=True) for head in numbers)
+    return text_table(("mode", *heads, "GPUs"), rows)
 
 
 def _proposal(modes: Sequence[ModePlan]) -> str:
