@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from trimtab.machines.nodes.roles import RoleAdvice
     from trimtab.model.plan import Plan
     from trimtab.model.workflow import Cluster
-    from trimtab.plan.estimate.answer import Interval
 
 
 HEADING = "Best placement for this task is:"
@@ -78,7 +77,11 @@ def as_data(
         "modes": [
             {
                 **picked(mode, "mode", "staleness", "age", "placement", "words", "needs", "reason", "proposed"),
-                **{name: _range_data(getattr(mode, name)) for name in ("seconds", "memory_gb", "gain")},
+                **{
+                    name: found and picked(found, "low", "likely", "high")
+                    for name in ("seconds", "memory_gb", "gain")
+                    for found in [getattr(mode, name)]
+                },
             }
             for mode in modes
         ],
@@ -276,16 +279,14 @@ def _modes(modes: Sequence[ModePlan], best: Plan) -> Table:
         groups = [group.rpartition(", ")[2] for group in mode.placement.split(" | ")]
         where = " | ".join(groups) if len(groups) > 1 else f"all on {groups[0].rpartition(' ')[2]}"
         rows.append((mode.mode, *seconds, gain, gb, "" if mode.reason else age, "-" if mode.reason else where))
-    numbers = ("low", word, "high", "faster", "peak GB", "age")
-    heads = (Column(head, justify="right", no_wrap=True) for head in numbers)
+    heads = (Column(head, justify="right", no_wrap=True) for head in ("low", word, "high", "faster", "peak GB", "age"))
     return text_table(("mode", *heads, "GPUs"), rows)
 
 
 def _proposal(modes: Sequence[ModePlan]) -> str:
     found = next((mode for mode in modes if mode.proposed), None)
-    known = any(mode.memory_gb for mode in modes)
     more = "; with --gpu KIND what a mode changes in decoding, and its memory, are estimated too"
-    if known:
+    if any(mode.memory_gb for mode in modes):
         more = " (seconds of whole steps, with what no component books)"
     if found is None or found.gain is None:
         return f"No other mode is proposed: none is faster by more than the noise of a run{more}"
@@ -293,17 +294,10 @@ def _proposal(modes: Sequence[ModePlan]) -> str:
     return f"Proposed: {found.mode}, {likely} as fast ({low} to {high}), if training bears weights of that age{more}"
 
 
-def _range_data(values: Interval | None) -> dict[str, float] | None:
-    return picked(values, "low", "likely", "high") if values else None
-
-
 def _mode_needs(modes: Sequence[ModePlan]) -> list[str]:
     """For each mode all that has to be set, or why it is not planned."""
-    needs = {
-        mode.mode: f"not planned: {mode.reason}" if mode.reason else "; ".join((*mode.needs, " ".join(mode.words)))
-        for mode in modes
-    }
-    return [f"{name}: {text}" for name, text in needs.items() if text]
+    planned = [f"{mode.mode}: {'; '.join((*mode.needs, ' '.join(mode.words)))}" for mode in modes if mode.words]
+    return [*planned, *(f"{mode.mode}: not planned: {mode.reason}" for mode in modes if mode.reason)]
 
 
 def _range(row: Sensitivity) -> str:
