@@ -10,9 +10,9 @@ served=$!
 trap 'kill "$served" 2>/dev/null || true; wait "$served" || true; rm -rf "$TRIMTAB_ROLLOUT_DIR"' EXIT
 
 active() { trimtab engine list --format json | grep -c '"state": "active"' || true; }
-wait_for() { # so many workers are active
+wait_for() { # at least so many workers are active
     for _ in $(seq 100); do
-        [ "$(active 2>/dev/null)" = "$1" ] && return
+        [ "$(active 2>/dev/null)" -ge "$1" ] && return
         kill -0 "$served" || exit 1
         sleep 0.5
     done
