@@ -141,7 +141,7 @@ class OnGpu:
             free = self.hosts.get((tensor.dtype, tensor.shape))
             host = free.pop() if free else self.torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             return host.copy_(tensor, non_blocking=True)
-        left.append(tensor)
+        left.append(tensor.detach())  # a parameter is changed in place
         return tensor.to(to, non_blocking=True)
 
     def health(self) -> bool:
