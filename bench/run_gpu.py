@@ -3,7 +3,8 @@
 GRPO with real torch models of random weights (of transformers where it is installed, else a plain decoder), all
 components shared on one GPU on a real Ray, 30 iterations. Iterations 2 to 4 measure the costs, the plan made with them
 predicts, and the median of iterations 6 to 30 is what came. The ledger says what the run adds to computing, switches
-and the weight sync. `--tiny` runs everything with small models, also without a GPU.
+and the weight sync. `--tiny` runs everything with small models, also without a GPU; `--out FILE` writes each iteration
+and each model as a line of JSON as soon as it is over.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Size:
     """A decoder, and how much it is given to do in an iteration."""
 
     hidden: int
+    inner: int
     layers: int
     heads: int
     vocabulary: int
@@ -44,9 +46,9 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(64, 2, 4, 512, 2, 4, 8, 2),
-    "151m": Size(768, 12, 12, 50_257, 8, 8, 128, 2),
-    "1.5b": Size(1536, 28, 12, 151_936, 4, 8, 128, 2),
+    "tiny": Size(64, 256, 2, 4, 512, 2, 4, 8, 2),
+    "151m": Size(768, 3456, 12, 12, 50_257, 8, 8, 128, 2),
+    "1.5b": Size(1536, 8960, 28, 12, 151_936, 4, 8, 96, 2),
 }
 
 
@@ -65,7 +67,7 @@ def decoder(size: Size) -> Any:
 
         config = Qwen2Config(
             hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads,
-            num_key_value_heads=max(1, size.heads // 6), intermediate_size=4 * size.hidden,
+            num_key_value_heads=max(1, size.heads // 6), intermediate_size=size.inner,
             vocab_size=size.vocabulary, tie_word_embeddings=True,
         )  # fmt: skip
         return Qwen2ForCausalLM(config)
@@ -76,9 +78,7 @@ def decoder(size: Size) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.embedding = torch.nn.Embedding(size.vocabulary, size.hidden)
-            layer = torch.nn.TransformerEncoderLayer(
-                size.hidden, size.heads, 4 * size.hidden, batch_first=True, dropout=0.0
-            )
+            layer = torch.nn.TransformerEncoderLayer(size.hidden, size.heads, size.inner, batch_first=True, dropout=0.0)
             self.layers = torch.nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
 
         def forward(self, tokens: Any) -> Any:
@@ -102,7 +102,7 @@ def log_probabilities(model: Any, tokens: Any) -> Any:
 
 
 class OnGpu:
-    """A model that leaves the GPU when others have it."""
+    """A model that leaves the GPU when others have it, to pinned memory that is used again."""
 
     def __init__(self, *, size: str, place: Any) -> None:
         import torch
@@ -110,7 +110,9 @@ class OnGpu:
         torch.manual_seed(place.seed)
         self.torch, self.size, self.place, self.device = torch, SIZES[size], place, device()
         self.kind = torch.bfloat16 if self.device == "cuda" else torch.float32
-        self.model = decoder(self.size).to(self.device, self.kind)
+        self.hosts: dict[Any, list[Any]] = {}  # free ones by type and shape
+        with torch.device(self.device):
+            self.model = decoder(self.size).to(self.device, self.kind)
 
     def offload(self) -> None:
         self._move("cpu")
@@ -119,12 +121,28 @@ class OnGpu:
         self._move(self.device)
 
     def _move(self, to: str) -> None:
-        self.model.to(to)
+        left: list[Any] = []
+        self._each_tensor(lambda tensor: self._moved(tensor, to, left))
         if self.device == "cuda":
             self.torch.cuda.synchronize()
+            for host in left:
+                self.hosts.setdefault((host.dtype, host.shape), []).append(host)
             if to == "cpu":
                 gc.collect()
                 self.torch.cuda.empty_cache()
+
+    def _each_tensor(self, change: Callable[[Any], Any]) -> None:
+        self.model._apply(change)
+
+    def _moved(self, tensor: Any, to: str, left: list[Any]) -> Any:
+        if tensor.device.type == to:
+            return tensor
+        if to == "cpu":
+            free = self.hosts.get((tensor.dtype, tensor.shape))
+            host = free.pop() if free else self.torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+        left.append(tensor.detach())  # a parameter is changed in place
+        return tensor.to(to, non_blocking=True)
 
     def health(self) -> bool:
         return True
@@ -141,8 +159,9 @@ class Rollout(OnGpu):
         with torch.no_grad():
             if hasattr(self.model, "generate"):
                 tokens = self.model.generate(
-                    tokens, max_new_tokens=size.tokens, min_new_tokens=size.tokens, do_sample=True, pad_token_id=0
-                )
+                    tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=size.tokens,
+                    min_new_tokens=size.tokens, do_sample=True, pad_token_id=0,
+                )  # fmt: skip
             else:
                 for _ in range(size.tokens):
                     chances = logits_of(self.model, tokens)[:, -1].float().softmax(-1)
@@ -183,19 +202,19 @@ class Trainer(OnGpu):
         ours = log_probabilities(self.model, data["tokens"].to(self.device))
         gap = data["reference"].to(self.device) - ours
         loss = -(advantages * ours).mean() + 0.01 * (gap.exp() - gap - 1).mean()
-        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         if self.device == "cuda":
             torch.cuda.synchronize()
         return Result(None, {"loss": float(loss.detach()), "reward": float(rewards.mean())})
 
-    def _move(self, to: str) -> None:
+    def _each_tensor(self, change: Callable[[Any], Any]) -> None:
+        super()._each_tensor(change)
         for state in self.optimizer.state.values():
             for name, value in state.items():
-                if hasattr(value, "to"):
-                    state[name] = value.to(to)
-        super()._move(to)
+                if hasattr(value, "to") and value.ndim:
+                    state[name] = change(value)
 
     def weights(self) -> dict[str, Any]:
         return dict(self.model.state_dict())
@@ -224,11 +243,30 @@ class Row:
     unbooked: float
     added: float  # by the run, as a share of the wall time
     shares: dict[str, float]
+    said: list[str]
     load: float
 
 
-def run(name: str, iterations: int, folder: Path) -> Row:
+def parameters(name: str) -> int:
+    import torch
+
+    with torch.device("meta"):
+        return sum(value.numel() for value in decoder(SIZES[name]).parameters())
+
+
+def run(name: str, iterations: int, folder: Path, write: Callable[[Any], None]) -> Row:
     from trimtab import Job
+
+    said: list[str] = []
+
+    def on_event(event: str, facts: dict[str, Any]) -> None:
+        if event == "told":
+            said.append(str(facts["reason"]))
+            print(f"{name}: {said[-1]}", flush=True)
+        if event == "iteration":
+            one = facts["iteration"]
+            write({"model": name, **one})
+            print(f"{name} {one['number']:>3}/{iterations}: {one['wall_s']:.3f} s {one['booked']}", flush=True)
 
     batches = SIZES[name].batches
     parts = {"rollout": (Rollout, ()), "reference": (Reference, ("rollout",)), "trainer": (Trainer, ("reference",))}
@@ -242,7 +280,7 @@ def run(name: str, iterations: int, folder: Path) -> Row:
         weight_sync=("trainer", "rollout"),
         run={"iterations": iterations, "profile_iterations": MEASURED, "save_every": 10},
     )
-    end = job.run(folder=folder)
+    end = job.run(folder=folder, on_event=on_event)
     if end.state != "done":
         sys.exit(f"{name} is {end.state}: {end.reason.sentence}")
     usual = [one for one in end.iterations if one.number >= min(FIRST, iterations) and not one.extra]
@@ -253,7 +291,7 @@ def run(name: str, iterations: int, folder: Path) -> Row:
     off = [abs(error) for error in end.expected_errors]
     return Row(
         name,
-        sum(value.numel() for value in decoder(SIZES[name]).parameters()) if name == "tiny" else 0,
+        parameters(name),
         end.plan.iteration_seconds,
         measured_s,
         measured_s / end.plan.iteration_seconds - 1,
@@ -261,6 +299,7 @@ def run(name: str, iterations: int, folder: Path) -> Row:
         ledger.unbooked,
         added,
         dict(ledger.shares),
+        said,
         os.getloadavg()[0],
     )
 
@@ -271,15 +310,23 @@ def main() -> None:
     parser.add_argument("--only", choices=[name for name in SIZES if name != "tiny"], help="one of the models")
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--out", type=Path, help="a file for iterations and models as lines of JSON, written at once")
     asked = parser.parse_args()
     names = ["tiny"] if asked.tiny else [asked.only] if asked.only else [name for name in SIZES if name != "tiny"]
+
+    def write(line: Any) -> None:
+        if asked.out is not None:
+            with asked.out.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+
     if not asked.json:
         print(f"GRPO, all components shared on one {device()} device, {asked.iterations} iterations")
         print(f"{'model':<8}{'predicted':>10}{'measured':>10}{'error':>8}{'current':>9}{'unbooked':>10}{'added':>8}")
     with tempfile.TemporaryDirectory(prefix="bench-run-gpu-") as folder:
         for name in names:
             with contextlib.redirect_stdout(sys.stderr):
-                row = run(name, asked.iterations, Path(folder) / name)
+                row = run(name, asked.iterations, Path(folder) / name, write)
+            write(asdict(row))
             if asked.json:
                 print(json.dumps(asdict(row)), flush=True)
                 continue

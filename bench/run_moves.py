@@ -2,10 +2,12 @@
 
 Rollout grows 3x over 60 iterations, with noise of real training steps (see `bench.loop`); the loop sees only what the
 run measures, and a move really saves, ends, places and loads processes. The run that keeps its first plan is run the
-same way. Beside them stand two that are computed from the true costs: the one best plan in hindsight, and an oracle
-that re-plans for free before every iteration. With `--nodes` a machine joins and one drains on the way; the plan that
-is kept goes on beside it, and hindsight has the machines that stay. `--virtual` needs no Ray: the same run in one
-process with a clock that does not wait, where a move takes a third of an iteration.
+same way. Beside them stand three that are computed from the true costs: the one best plan in hindsight, an oracle that
+re-plans for free before every iteration, and one that pays for each move what moves took here. With `--nodes` a machine
+joins and one drains on the way; the plan that is kept goes on beside it, and hindsight has the machines that stay.
+`--virtual` needs no Ray: the same run in one process with a clock that does not wait, where a move takes `--move`
+seconds, else a third of an iteration. `--noise=300` counts the moves of so many virtual runs in which nothing drifts:
+each of them is false.
 """
 
 from __future__ import annotations
@@ -104,6 +106,17 @@ class Truth:
         times = range(1, ITERATIONS + 1)
         return sum(self.seconds(self.best(self.cluster(t), t), t) for t in times)
 
+    def paying_total(self, move_s: float) -> float:
+        """A run by the best sequence of plans, where each move takes so long."""
+        times = range(1, ITERATIONS + 1)
+        plans = list({plan.describe(): plan for plan in (self.best(self.job.cluster, t) for t in times)}.values())
+        first = self.planner.best(self.job.cluster, {}).plan.describe()
+        so_far = [0.0 if plan.describe() == first else move_s for plan in plans]
+        for t in times:
+            cheapest = min(so_far) + move_s
+            so_far = [min(s, cheapest) + self.seconds(p, t) for s, p in zip(so_far, plans, strict=True)]
+        return min(so_far)
+
     def hindsight(self) -> Plan:
         """The plan that would have been best from beginning to end, on machines that are there throughout."""
         times = range(1, ITERATIONS + 1)
@@ -113,7 +126,7 @@ class Truth:
         return min(plans.values(), key=self.total)
 
 
-def truth(seed: int, first_s: float) -> tuple[Truth, str]:
+def truth(seed: int, first_s: float, grows_to: float = GROWS_TO) -> tuple[Truth, str]:
     """The workload with the noise of a seed, and where that comes from."""
     asked = job(first_s)
     factors, kind = noises(asked.workflow.names, seed)
@@ -121,7 +134,7 @@ def truth(seed: int, first_s: float) -> tuple[Truth, str]:
         name: Disturbance(
             factors=tuple(float(one) for one in factors[name][1 : ITERATIONS + 1]),
             in_order=True,
-            drift_to=GROWS_TO if name == "rollout" else 1.0,
+            drift_to=grows_to if name == "rollout" else 1.0,
             drift_over=GROWTH,
         )
         for name in asked.workflow.names
@@ -187,7 +200,7 @@ class Watching:
         return self.ran
 
 
-def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
+def run_virtual(world: Truth, mode: ReplanMode, folder: Path | None, move_s: float | None = None) -> Ran:
     """In one process, on a clock that does not wait."""
     from trimtab.model.run import MigrationStage
     from trimtab.runtime.run.emulated import VirtualClock
@@ -196,7 +209,8 @@ def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
 
     clock = VirtualClock()
     slow = dict.fromkeys(
-        (MigrationStage.save, MigrationStage.release, MigrationStage.place, MigrationStage.load), world.first_s / 12
+        (MigrationStage.save, MigrationStage.release, MigrationStage.place, MigrationStage.load),
+        (world.first_s / 3 if move_s is None else move_s) / 4,
     )
 
     class Slow(Run):
@@ -214,7 +228,8 @@ def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
             return moving
 
     watching = Watching()
-    end = Slow(asked_run(world, mode, world.first_s / 3), folder, LocalExecutor(clock), on_event=watching).run()
+    assumed_s = world.first_s / 3 if move_s is None else ASSUMED_MOVE_S
+    end = Slow(asked_run(world, mode, assumed_s), folder, LocalExecutor(clock), on_event=watching).run()
     return watching.done(end)
 
 
@@ -281,6 +296,7 @@ class Row:
     hindsight_s: float
     oracle_s: float
     loop_s: float
+    paying_s: float | None  # of an oracle that pays for moves what they took here
     predicted_kept_s: float  # by the true costs, without anything that a run adds
     moves: list[str]
     stages: dict[str, float]
@@ -296,12 +312,26 @@ class Row:
         """How much longer than the oracle."""
         return self.loop_s / self.oracle_s - 1
 
+    @property
+    def above_paying(self) -> float | None:
+        return None if self.paying_s is None else self.loop_s / self.paying_s - 1
+
+
+def noise_alone(asked: argparse.Namespace) -> list[int]:
+    """Moves of each of so many virtual runs in which nothing drifts."""
+    return [
+        len(run_virtual(truth(seed, asked.seconds, 1.0)[0], ReplanMode.auto, None, asked.move).moves)
+        for seed in range(asked.noise)
+    ]
+
 
 def compared(seed: int, asked: argparse.Namespace, folder: Path) -> tuple[Row, str]:
     """One workload, all ways."""
     world, kind = truth(seed, asked.seconds)
     if asked.virtual:
-        kept, loop = (run_virtual(world, mode, folder / mode.value) for mode in (ReplanMode.advise, ReplanMode.auto))
+        kept, loop = (
+            run_virtual(world, mode, folder / mode.value, asked.move) for mode in (ReplanMode.advise, ReplanMode.auto)
+        )
     else:
         kept, loop = on_ray(world, folder, asked.nodes)
     world.clusters = loop.clusters
@@ -315,6 +345,7 @@ def compared(seed: int, asked: argparse.Namespace, folder: Path) -> tuple[Row, s
         world.total(hindsight),
         world.oracle_total(),
         loop.seconds,
+        None if asked.nodes else world.paying_total(sum(loop.stages.values()) / max(1, len(loop.moves))),
         world.total(first),
         loop.moves,
         loop.stages,
@@ -327,8 +358,9 @@ def say_row(row: Row) -> None:
     """A line of the table, and what the loop did."""
     say(
         f"{row.seed:>6}{row.kept_s:>9.1f}{row.hindsight_s:>11.1f}{row.oracle_s:>8.1f}{row.loop_s:>8.1f}"
-        f"{row.below_kept:>12.1%}{row.above_oracle:>13.1%}{len(row.moves):>7}{sum(row.stages.values()):>9.2f}"
-        f"{row.kept_s / row.predicted_kept_s - 1:>9.2%}"
+        f"{row.below_kept:>12.1%}{row.above_oracle:>13.1%}"
+        f"{'-' if row.above_paying is None else f'{row.above_paying:.1%}':>13}{len(row.moves):>7}"
+        f"{sum(row.stages.values()):>9.2f}{row.kept_s / row.predicted_kept_s - 1:>9.2%}"
     )
     say(f"       first {row.first}; best in hindsight {row.hindsight}")
     for move in row.moves:
@@ -346,7 +378,13 @@ def main() -> None:
     parser.add_argument("--nodes", action="store_true", help="a machine joins and one drains on the way")
     parser.add_argument("--seconds", type=float, default=1.0, help="of an iteration at first (--seconds=2)")
     parser.add_argument("--seeds", type=int, default=1, help="so many noises (the first ones)")
+    parser.add_argument("--move", type=float, help="seconds of a move in virtual time")
+    parser.add_argument("--noise", type=int, default=0, help="count moves in so many virtual runs without drift")
     asked, _ = parser.parse_known_args()
+    if asked.noise:
+        moves = noise_alone(asked)
+        say(f"false moves under noise alone: {sum(moves)}, in {sum(map(bool, moves))} of {len(moves)} virtual runs")
+        return
     if asked.virtual and asked.nodes:
         sys.exit("nodes come and go on a real Ray only")
     how = "in one process, virtual time" if asked.virtual else "on a real Ray"
@@ -355,8 +393,19 @@ def main() -> None:
             f"Re-planning {how}: {ITERATIONS} iterations of {asked.seconds:g} s at first, rollout grows {GROWS_TO:g}x "
             f"over {GROWTH}, {EACH * NODES} logical GPUs"
         )
-        head = ("noise", "kept s", "hindsight", "oracle", "loop s", "below kept", "above oracle", "moves", "in them")
-        say("{:>6}{:>9}{:>11}{:>8}{:>8}{:>12}{:>13}{:>7}{:>9}{:>9}".format(*head, "error"))
+        head = (
+            "noise",
+            "kept s",
+            "hindsight",
+            "oracle",
+            "loop s",
+            "below kept",
+            "above oracle",
+            "above paying",
+            "moves",
+            "in them",
+        )
+        say("{:>6}{:>9}{:>11}{:>8}{:>8}{:>12}{:>13}{:>13}{:>7}{:>9}{:>9}".format(*head, "error"))
     rows, kind, began = [], "", time.perf_counter()
     for seed in range(asked.seeds):
         with tempfile.TemporaryDirectory(prefix="bench-moves-") as folder:
@@ -365,13 +414,23 @@ def main() -> None:
         if not asked.json:
             say_row(row)
     below, above = (float(np.median([getattr(row, key) for row in rows])) for key in ("below_kept", "above_oracle"))
+    paying = [row.above_paying for row in rows if row.above_paying is not None]
     if asked.json:
-        figures = [{**asdict(row), "below_kept": row.below_kept, "above_oracle": row.above_oracle} for row in rows]
+        figures = [
+            {
+                **asdict(row),
+                "below_kept": row.below_kept,
+                "above_oracle": row.above_oracle,
+                "above_paying": row.above_paying,
+            }
+            for row in rows
+        ]
         say(json.dumps({"how": how, "noise": kind, "rows": figures, "below_kept": below, "above_oracle": above}))
         return
     say(
         f"median: {below:.1%} below the plan that is kept [{GOAL_KEPT:.0%}], {above:.1%} above the oracle "
-        f"[{GOAL_ORACLE:.0%}]; noise: {kind}; {time.perf_counter() - began:.0f} s"
+        f"[{GOAL_ORACLE:.0%}], {np.median(paying) if paying else np.nan:.1%} above one that pays for moves; load "
+        f"{os.getloadavg()[0]:.1f}; noise: {kind}; {time.perf_counter() - began:.0f} s"
     )
 
 

@@ -157,6 +157,42 @@ def test_large_data_and_weights_arrive_and_every_part_of_their_way_is_booked(ses
         assert sum(iteration.booked.values()) + iteration.unbooked_s == pytest.approx(iteration.wall_s, abs=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{}, {"opens": False}, {"shares": False}])
+def test_weights_stay_on_a_gpu_that_is_shared_unless_its_memory_cannot_be(
+    session: Session, tmp_path: Path, settings: dict[str, bool]
+) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "lending.yaml"
+    path.write_text(LARGE.replace("gpus_per_node: 2", "gpus_per_node: 1"))
+    parts = {
+        "rollout": ComponentCode(use="lending:BorrowingRollout"),
+        "trainer": ComponentCode(use="lending:LendingTrainer", settings={"folder": str(tmp_path), **settings}),
+    }
+    near = Path(__file__).parents[1] / "helpers"
+    folder = tmp_path / "lending"
+    end = Run(RunJob(load(path).job, parts, iterations=4, near=near), folder, RayExecutor(session)).run()
+    assert end.state == "done", end.reason
+    assert [end.metrics[number]["rollout"]["mean"] for number in (1, 2, 3, 4)] == [0.0, 2.0, 4.0, 6.0]
+    said = [event["reason"] for event in events(folder, "told")]
+    opened, released = tmp_path / "weights.opened", tmp_path / "weights.released"
+    if not settings:
+        assert said == []
+        assert opened.read_text().count("opened") == 4
+        assert all("sync_move" not in (one.booked or {}) for one in end.iterations)
+    else:
+        assert len(said) == 1
+        assert "weights go through host memory" in str(said[0])
+        assert ("rollout" if "opens" in settings else "trainer") in str(said[0])
+        assert not opened.exists()
+        assert released.exists() == ("opens" in settings)
+        assert all((one.booked or {})["sync_move"] > 0 for one in end.iterations)
+    for iteration in end.iterations:
+        assert iteration.unbooked_s is not None
+        assert sum((iteration.booked or {}).values()) + iteration.unbooked_s == pytest.approx(
+            iteration.wall_s, abs=1e-4
+        )
+
+
 def test_a_snapshot_is_written_beside_the_next_iterations_and_counts_when_it_is_whole(
     session: Session, tmp_path: Path
 ) -> None:

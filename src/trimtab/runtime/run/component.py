@@ -99,7 +99,10 @@ class OptionalMethods(Protocol):
         """The current weights, in the form that `sync` of the target takes."""
 
     def sync(self, weights: Any, version: int) -> None:
-        """Use these weights from now on: those after iteration `version`."""
+        """Use these weights from now on: those after iteration `version`.
+
+        They may be the source's own memory on a shared GPU: copy what is kept after the call.
+        """
 
     def health(self) -> bool | str:
         """True if healthy; otherwise what is wrong."""

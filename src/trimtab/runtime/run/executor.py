@@ -14,6 +14,7 @@ exception.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from trimtab.runtime.run.emulated import (
     WallClock,
     emulated_settings,
 )
-from trimtab.runtime.run.transfer import STORED_BYTES, Packed, Packer, Stored, unpack
+from trimtab.runtime.run.transfer import STORED_BYTES, NotOpenedError, Packed, Packer, Stored, gpu_handle, unpack
 
 if TYPE_CHECKING:  # worker processes import this module too
     from trimtab.machines.replan.events import ClusterChanged
@@ -90,6 +91,7 @@ class CallResult:
     fault: ComponentError | None = None
     spans: tuple[CallSpan, ...] = ()
     workers: int = 1  # that were called
+    note: str = ""  # why weights do not stay on their GPU
 
     @property
     def whole_s(self) -> float:
@@ -121,6 +123,8 @@ class ComponentCalls:
         self._component: Any = None
         self._fault: ComponentError | None = None
         self._spans: list[CallSpan] = []  # of the current call
+        self._note = ""  # of the current call
+        self._lent: Any = None  # weights that another component reads on this GPU; held until the next step or turn
 
     def make(self) -> CallResult:
         """Create the component; raises what its constructor does."""
@@ -142,6 +146,7 @@ class ComponentCalls:
 
         def run_step() -> CallResult:
             nonlocal given
+            self._lent = None
             if self._place.emulated and not leads:
                 return CallResult()
             with self._timed("data"):
@@ -160,8 +165,11 @@ class ComponentCalls:
 
         return self.guarded("step", run_step), given
 
-    def weights(self) -> tuple[CallResult, Any]:
-        """The current weights, beside the time it took to get them."""
+    def weights(self, near: bool = False) -> tuple[CallResult, Any]:
+        """The current weights, beside the time it took to get them.
+
+        `near`: they are read on the same GPU, before the next call of this component that changes them.
+        """
         given = None
 
         def get_weights() -> CallResult:
@@ -169,17 +177,16 @@ class ComponentCalls:
             with self._timed("sync_pack"):
                 weights = self._component.weights()
             took_s = self._last_s()
-            given = self.give(weights, "sync_pack", "sync_move")
+            given = self.give(weights, "sync_pack", "sync_move", near=near)
             return CallResult(took_s)
 
         return self.guarded("weights", get_weights), given
 
     def sync(self, weights: Any, version: int) -> CallResult:
-        def load_weights() -> CallResult:
-            taken = self.take(weights, for_sync=True)
-            return self._do("sync", taken, version)
+        return self.guarded("sync", lambda: self.load_weights(weights, version))
 
-        return self.guarded("sync", load_weights)
+    def load_weights(self, weights: Any, version: int) -> CallResult:
+        return self._do("sync", self.take(weights, for_sync=True), version)
 
     def resize(self, gpus: int, pace: Mapping[str, Any] | None) -> CallResult:
         if pace is not None and isinstance(self._component, PacedComponent):
@@ -226,7 +233,7 @@ class ComponentCalls:
         if self._fault is not None:
             return CallResult(fault=self._fault)
         name, entered_s = self._place.component, self._clock.now()
-        self._spans = []
+        self._spans, self._note = [], ""
         try:
             result = call()
         except ComponentError as error:
@@ -238,9 +245,9 @@ class ComponentCalls:
             fault = ComponentError(name, "raised", what, origin(error))
             fault.__cause__ = error
             return CallResult(fault=fault)
-        return replace(result, spans=((CALL, entered_s, self._clock.now()), *self._spans))
+        return replace(result, spans=((CALL, entered_s, self._clock.now()), *self._spans), note=self._note)
 
-    def give(self, value: Any, packs: str, moves: str) -> Any:
+    def give(self, value: Any, packs: str, moves: str, *, near: bool = False) -> Any:
         """The value as other components get it; time is booked to these buckets."""
         return value
 
@@ -296,6 +303,7 @@ class ComponentWorker(ComponentCalls):
         devices = visible_devices() or spec.place.devices
         super().__init__(replace(spec, place=replace(spec.place, rank=rank, world=world, devices=devices)), WallClock())
         self._packer = Packer()
+        self._lends = True  # as far as is known
         self._writer: threading.Thread | None = None
         self._snapshot_bytes: int | None = None  # of the last one
         self._parked: CallSpan | None = None
@@ -303,6 +311,7 @@ class ComponentWorker(ComponentCalls):
         self._fault = self.guarded("make", self.make).fault
 
     def park(self) -> None:
+        self._lent = None
         began_s = self._clock.now()
         if self._has("offload"):
             self._component.offload()  # an error is the pool's to report
@@ -347,11 +356,31 @@ class ComponentWorker(ComponentCalls):
     def cancel(self) -> None:
         self.close()
 
-    def give(self, value: Any, packs: str, moves: str) -> Any:
+    def load_weights(self, weights: Any, version: int) -> CallResult:
+        try:
+            taken = self.take(weights, for_sync=True)
+        except NotOpenedError as error:
+            self._note = str(error)
+            return CallResult()
+        done, torch = self._do("sync", taken, version), sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            with self._timed("sync_load"):
+                torch.cuda.synchronize()  # the sender may change what was read
+        return done
+
+    def give(self, value: Any, packs: str, moves: str, *, near: bool = False) -> Any:
         import ray
 
         with self._timed(packs):
-            packed = self._packer.pack(value)
+            packed = None
+            if near and self._lends:
+                try:
+                    packed = self._packer.pack(value, gpu_handle)
+                except Exception as error:
+                    self._lends, self._note = False, error_text(error)
+            if packed is None:
+                packed = self._packer.pack(value)
+            self._lent = value if packed.handles else None
         if packed.nbytes < STORED_BYTES:
             return packed
         with self._timed(moves):
@@ -519,8 +548,11 @@ class Executor(ABC):
     def has(self, name: str, method: str) -> bool:
         return method in self._has[name]
 
-    def weights(self, source: str) -> CallResult | None:
-        """The current weights of a component; None if it has none to pass on."""
+    def weights(self, source: str, target: str | None = None) -> CallResult | None:
+        """The current weights of a component; None if it has none to pass on.
+
+        `target` gets them before the source does anything else.
+        """
         return self.call(source, "weights") if self.has(source, "weights") else None
 
     def sync(self, target: str, weights: CallResult | None, version: int) -> CallResult | None:
@@ -530,7 +562,7 @@ class Executor(ABC):
 
     def sync_weights(self, sync: WeightSync | None, version: int) -> None:
         if sync is not None:
-            self.sync(sync.target, self.weights(sync.source), version)
+            self.sync(sync.target, self.weights(sync.source, sync.target), version)
 
     def check_health(self, names: Sequence[str]) -> None:
         for name in names:

@@ -289,7 +289,9 @@ class IterationRunner:
 
     def _sync(self, action: WeightSyncStep, now_s: float) -> float:
         """Send weights at once or, while the target is inside an iteration, when that ends."""
-        weights = self._call(now_s, lambda: self.executor.weights(action.source))
+        # With staleness the target may take its turn on the source's GPU before it has loaded them.
+        reader = action.target if not self._workflow.staleness else None
+        weights = self._call(now_s, lambda: self.executor.weights(action.source, reader))
         given = weights if weights.spans else None
         self._component_ended(action.source, action.iteration)
         with self.lock:

@@ -103,9 +103,8 @@ class RayCall(BegunCall):
         received_s = time.perf_counter()
         spans = tuple(span for result in results for span in spans_since_sent(result.spans, self._sent_s, received_s))
         value = results[0].value if self._data is None else self._data
-        return replace(
-            results[0], took_s=max(result.took_s for result in results), value=value, spans=spans, workers=len(results)
-        )
+        took_s, note = max(result.took_s for result in results), max(result.note for result in results)
+        return replace(results[0], took_s=took_s, value=value, spans=spans, workers=len(results), note=note)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

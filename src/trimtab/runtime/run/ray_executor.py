@@ -244,6 +244,8 @@ class RayExecutor(Executor):
         self._lost_nodes = False  # since all components were created
         self._made = 0
         self._beside: dict[str, list[RayCall]] = {}  # calls that may go on, by component
+        self._lender = ""  # whose weights are read on its own GPU
+        self._lends = True  # as far as is known
         self._turns: list[tuple[GpuTurn, str, float, float, Any]] = []  # from, to, reference to what was done in it
 
     @property
@@ -536,6 +538,41 @@ class RayExecutor(Executor):
             task.wait("running", timeout=self._job.place_limit_s)
         except (InputError, TaskError) as error:
             raise ComponentLostError(name, f"{name} cannot have its turn: {error.what}") from error
+
+    def weights(self, source: str, target: str | None = None) -> CallResult | None:
+        """They stay on the GPU if the target shares it."""
+        if not self.has(source, "weights"):
+            return None
+        holder = self._shared.get(source, source)
+        near = self._lends and target is not None and self._shared.get(target, target) == holder
+        done = self.call(source, "weights", near and len(self._counts.get(holder, ())) == 1)
+        self._lender = source
+        self._not_lent(source, done)
+        return done
+
+    def sync(self, target: str, weights: CallResult | None, version: int) -> CallResult | None:
+        """Where the target cannot open memory of the source, weights go through the host from then on."""
+        done = super().sync(target, weights, version)
+        if done is None or not done.note:
+            return done
+        self._not_lent(target, done)
+        again = self.weights(self._lender)
+        loaded = super().sync(target, again, version)
+        assert again is not None
+        assert loaded is not None
+        spans, passed_s = list(done.spans), done.whole_s
+        for call in (again, loaded):
+            spans += [(bucket, passed_s + start, passed_s + end) for bucket, start, end in call.spans]
+            passed_s += call.whole_s
+        return replace(loaded, spans=tuple(spans))
+
+    def _not_lent(self, name: str, done: CallResult) -> None:
+        """Say once why weights do not stay on the GPU."""
+        if done.note and self._lends:
+            self._lends = False
+            self._emit(
+                "told", reason=f"weights go through host memory: {name} cannot share that of its GPU ({done.note})"
+            )
 
     def begin(self, name: str, method: str, *arguments: Any) -> BegunCall:
         call = self._call(name, method, arguments)

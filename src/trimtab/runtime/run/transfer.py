@@ -3,28 +3,69 @@
 Arrays and CPU tensors are pickled out of band (protocol 5): `pack` copies nothing, the object store copies the buffers
 once into shared memory, and a reader on the same node gets views of them. Tensors on a GPU are copied to pinned memory
 that the next call uses again. Views are of memory that other readers have too: arrays are read-only, and tensors are
-copied unless the reader says that it only reads.
+copied unless the reader says that it only reads. Weights for a component on the same GPU stay there: the reader opens
+handles of the sender's memory (CUDA IPC), and the sender holds its tensors until the reader is done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from trimtab.runtime.run.component import error_text
 
 STORED_BYTES = 2**20  # from here on data is stored by its maker, with a timer; less travels with the call
 _reading = threading.local()
 
 
+class NotOpenedError(Exception):
+    """Memory of another process cannot be opened here."""
+
+
+@dataclass(frozen=True)
+class GpuHandle:
+    """A tensor on a GPU, by CUDA IPC; `arguments` are those of torch's `rebuild_cuda_tensor`."""
+
+    gpu: str
+    rebuild: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def open(self) -> Any:
+        torch = sys.modules["torch"]
+        index = [gpu_id(torch, index) for index in range(torch.cuda.device_count())].index(self.gpu)
+        return self.rebuild(*self.arguments[:6], index, *self.arguments[7:])
+
+    def release(self) -> None:  # it will not be opened: its memory can be freed
+        self.arguments[4]._release_ipc_counter(*self.arguments[11:13], device=self.arguments[6])
+
+
+def gpu_id(torch: Any, index: int) -> str:
+    """The same in all processes, whichever GPUs they see."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def gpu_handle(tensor: Any) -> GpuHandle | None:
+    """A handle of a tensor on a GPU; None for another. Raises RuntimeError for memory that cannot be shared."""
+    if tensor.device.type != "cuda":
+        return None
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return GpuHandle(gpu_id(sys.modules["torch"], tensor.device.index), *reduce_tensor(tensor))
+
+
 @dataclass(frozen=True)
 class Packed:
-    """A pickled value, with its buffers out of band."""
+    """A pickled value, with its buffers out of band, and handles of what stays where it is."""
 
     head: Any
     buffers: list[Any]
+    handles: list[Any]
 
     @property
     def nbytes(self) -> int:
@@ -44,12 +85,14 @@ class Packer:
     def __init__(self) -> None:
         self._pinned: list[Any] = []
 
-    def pack(self, value: Any) -> Packed:
+    def pack(self, value: Any, handle_of: Callable[[Any], Any] | None = None) -> Packed:
+        """`handle_of`: for tensors that need not be copied."""
         from io import BytesIO
 
         from ray import cloudpickle
 
         pinned, used = self._pinned, 0
+        handles: list[Any] = []
 
         def host_bytes(tensor: Any, torch: Any) -> Any:
             """The tensor's bytes on the host, flat."""
@@ -69,23 +112,45 @@ class Packer:
                 torch = sys.modules.get("torch")
                 if torch is None or not _is_plain_tensor(value, torch):
                     return super().reducer_override(value)
-                host = host_bytes(value.detach(), torch)
                 kind = type(value) is torch.nn.Parameter
                 facts = str(value.dtype).removeprefix("torch."), tuple(value.shape), value.requires_grad, kind
-                return _tensor, (pickle.PickleBuffer(host.numpy()), *facts)
+                handle = handle_of(value.detach()) if handle_of is not None else None
+                if handle is not None:
+                    handles.append(handle)
+                    return _tensor, (len(handles) - 1, *facts)
+                return _tensor, (pickle.PickleBuffer(host_bytes(value.detach(), torch).numpy()), *facts)
 
         head = BytesIO()
         buffers: list[Any] = []
-        TensorPickler(head, protocol=5, buffer_callback=buffers.append).dump(value)
+        try:
+            TensorPickler(head, protocol=5, buffer_callback=buffers.append).dump(value)
+        except Exception:
+            _release(handles)
+            raise
         if used:
             sys.modules["torch"].cuda.synchronize()
-        return Packed(pickle.PickleBuffer(head.getbuffer()), buffers)
+        return Packed(pickle.PickleBuffer(head.getbuffer()), buffers, list(handles))
 
 
 def unpack(packed: Packed, *, only_reads: bool) -> Any:
-    """The value; with `only_reads` its tensors are views of shared memory."""
-    _reading.only = only_reads
-    return pickle.loads(packed.head, buffers=packed.buffers)
+    """The value; with `only_reads` its tensors are views of shared memory. Raises NotOpenedError."""
+    _reading.only, _reading.opened = only_reads, []
+    try:
+        for handle in packed.handles:
+            _reading.opened.append(handle.open())
+    except Exception as error:
+        _release(packed.handles[len(_reading.opened) :])
+        _reading.opened = []
+        raise NotOpenedError(error_text(error)) from None
+    value = pickle.loads(packed.head, buffers=packed.buffers)
+    _reading.opened = []
+    return value
+
+
+def _release(handles: list[Any]) -> None:
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            handle.release()
 
 
 def _is_plain_tensor(value: Any, torch: Any) -> bool:
@@ -105,6 +170,7 @@ def _tensor(data: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool, 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the memory is not writable
-        flat = torch.frombuffer(data, dtype=getattr(torch, dtype))
-    tensor = flat.reshape(shape) if _reading.only else flat.reshape(shape).clone()
+        opened = isinstance(data, int)
+        found = _reading.opened[data] if opened else torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape)
+    tensor = found if _reading.only else found.clone()
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
