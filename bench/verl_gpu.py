@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 STEPS, PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 24, 32, 8, 64, 512
+VOCABULARY = 151_936
 REWARD = """\
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return solution_str.count("e") / max(1, len(solution_str))
@@ -23,17 +24,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def make_model(folder: Path) -> None:
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = Tokenizer(models.BPE({"<|end|>": 0} | {letter: at + 1 for at, letter in enumerate(letters)}, []))
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>", pad_token="<|end|>")
+    from bench.rollout_gpu.models import tokenizer_of
+
+    tokenizer = tokenizer_of(VOCABULARY)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=151_936,
+        vocab_size=VOCABULARY,
         hidden_size=896,
         intermediate_size=4864,
         num_hidden_layers=24,
