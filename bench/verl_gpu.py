@@ -1,7 +1,7 @@
 """`python -m bench.verl_gpu FOLDER`: a GRPO run of verl itself on one GPU, predicted before and advised on after.
 
 Needs verl 0.9.1 with vLLM 0.24.0, torch 2.11.0, transformers 5.9.0 and tensordict 0.10.0 or older. The model is a
-random Qwen2 of 0.5B weights, the reward counts a letter, 24 steps. FOLDER gets the model, the prompts, the script, what
+random Qwen2 of 0.5B weights, the reward counts a letter, 20 steps. FOLDER gets the model, the prompts, the script, what
 `check` and `estimate` say beforehand, verl's log, and `advise` on it with its report. `--make` only makes the inputs.
 """
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-STEPS, PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 24, 32, 8, 64, 512
+STEPS, PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 20, 32, 8, 64, 512
 VOCABULARY = 151_936
 REWARD = """\
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
