@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-STEPS, PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 20, 32, 8, 64, 512
+STEPS, PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 20, 8, 4, 64, 256
 VOCABULARY = 151_936
 REWARD = """\
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -88,6 +88,7 @@ def overrides(folder: Path) -> list[str]:
         f"{rollout}.gpu_memory_utilization=0.4",
         f"{rollout}.log_prob_micro_batch_size_per_gpu=16",
         f"reward.custom_reward_function.path={folder}/reward.py",
+        "+ray_kwargs.ray_init.include_dashboard=False",
         "trainer.nnodes=1",
         "trainer.n_gpus_per_node=1",
         "trainer.logger=[console,file]",
