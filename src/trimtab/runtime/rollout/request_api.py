@@ -53,6 +53,7 @@ class RequestOptions:
     spans: bool = True
     key: str = ""
     deadline_s: float | None = None
+    raw: bool = False  # whole answers may come as the engine wrote them: `Sample.raw`
 
 
 class CallArguments(TypedDict, total=False):
@@ -70,6 +71,7 @@ class RequestArguments(CallArguments, total=False):
     group: str
     session: str
     key: str
+    raw: bool
 
 
 class RequestApi:
@@ -302,7 +304,10 @@ class RequestApi:
             session=options.session,
         )
         answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        pending = core.pending[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks, forward=forward)
+        raw = options.raw and not options.key and chunks is None
+        pending = core.pending[spec.id] = PendingRequest(
+            spec, prompt, own, index, answered, chunks, forward=forward, takes_raw=raw
+        )
         core.probe_token = prompt[0] if prompt else core.probe_token
         try:
             core.handle_event(e.RequestArrived(spec))
