@@ -417,16 +417,7 @@ class _RawEvent(msgspec.Struct):
     error: Any = None
 
 
-class _VersionMeta(msgspec.Struct):
-    weight_version: str | int | None = None
-
-
-class _VersionEvent(msgspec.Struct):
-    meta_info: _VersionMeta
-
-
-_read_raw, _read_version = msgspec.json.Decoder(_RawEvent).decode, msgspec.json.Decoder(_VersionEvent).decode
-_read = msgspec.json.decode
+_read_raw, _read = msgspec.json.Decoder(_RawEvent).decode, msgspec.json.decode
 
 
 class _SglangReader:
@@ -471,16 +462,16 @@ class _SglangReader:
     def covers(self, first: bytes, last: Any) -> bool:
         """Whether the last of several events has all tokens, made by the weights of the first."""
         try:
-            version = _read_version(first).meta_info.weight_version
             if isinstance(last, StreamDelta):
-                return last.version == (None if version is None else str(version))
-            meta = last["meta_info"]
+                version = _read_raw(first).meta_info["weight_version"]
+                return last.raw is not None and bytes(version) == last.raw.meta["weight_version"]
+            since, meta = parsed(first)["meta_info"], last["meta_info"]
             parts = [last["output_ids"]]
             if self._request.logprobs is not None:
                 parts.append(meta["output_token_logprobs"])
             if self._request.logprobs:
                 parts.append(meta["output_top_logprobs"])
-            same = bool(meta.get("weight_versions")) or version == meta.get("weight_version")
+            same = bool(meta.get("weight_versions")) or since.get("weight_version") == meta.get("weight_version")
             return same and all(len(part) == meta["completion_tokens"] for part in parts)
         except (KeyError, TypeError, ValueError, AttributeError):
             return False
@@ -565,15 +556,10 @@ def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[St
 def _part(piece: StreamDelta, since: int, to: int | None, version: str | None, *, last: bool) -> StreamDelta:
     cut = slice(since, to)
     return StreamDelta(
-        piece.token_ids[cut],
-        None if piece.logprobs is None else piece.logprobs[cut],
-        None if piece.best is None else piece.best[cut],
-        piece.text if last else None,
-        piece.finish if last else None,
-        piece.stopped_by if last else None,
-        version,
-        extra=piece.extra if last else None,
-    )
+        piece.token_ids[cut], None if piece.logprobs is None else piece.logprobs[cut], None if piece.best is None else
+        piece.best[cut], piece.text if last else None, piece.finish if last else None, piece.stopped_by if last else
+        None, version, extra=piece.extra if last else None,
+    )  # fmt: skip
 
 
 def _max_running(info: Mapping[str, Any]) -> int | None:

@@ -390,8 +390,7 @@ class Dispatcher:
         """Tokens of a piece need a single version of the weights."""
         if self._weight_updates(attempt) != updates:
             raise WeightsChangedError(
-                "the weights changed while it ran, and it is not known which made its tokens",
-                engine=attempt.worker,
+                "the weights changed while it ran, and it is not known which made its tokens", engine=attempt.worker
             )
 
     def _require_current(self, attempt: RequestAttempt) -> None:
