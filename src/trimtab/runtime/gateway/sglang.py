@@ -1,9 +1,9 @@
 """SGLang API: `/generate`, with `meta_info`.
 
 One prompt or a batch, as text or token ids, with common parameters or one set per prompt. Stream events are cumulative,
-as SGLang's are. `weight_version` is the version of the last token, and `weight_versions` those of all spans. The number
-of cached prompt tokens is unknown here and left out. A prompt with images, audio or video goes to an SGLang engine as
-it is.
+as SGLang's are. `weight_version` is the version of the last token, and `weight_versions` those of all spans. What else
+an SGLang engine says, such as cached prompt tokens, goes along where the answer is passed on as it wrote it. A prompt
+with images, audio or video goes to an SGLang engine as it is.
 """
 
 from __future__ import annotations

@@ -373,7 +373,8 @@ class Dispatcher:
                     for held_piece in buffer.held:
                         self._take(attempt, held_piece)
                     buffer, attempt.silent = None, False
-                self._core.report_tokens(attempt)
+                if finish is None or attempt.segments:  # else they are reported with the end
+                    self._core.report_tokens(attempt)
         return finish
 
     def _name_version(self, attempt: RequestAttempt) -> None:
