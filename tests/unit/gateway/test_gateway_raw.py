@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine_answers import answer, greedy
+from engine_answers import answer, greedy, run
 from engine_scenes import expected
 from engine_scenes import scene as engine_scene
 from engine_stubs import Generation, SglangStub
 from gateway_scenes import BEARER, PROMPT, QUICK, Front, play_stubs
-from trimtab.runtime.engines.engine import EngineMalformedError, FinishReason
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.model.rollout import End, RequestSpec
+from trimtab.runtime.engines.engine import EngineMalformedError, FinishReason, RawAnswer, StreamDelta
 from trimtab.runtime.engines.http_engine import HttpEngine
+from trimtab.runtime.rollout.sampling import PendingRequest, SamplingParams
 from waiting import until_async
 
 PIECES = replace(QUICK, resume_every=4)
@@ -108,6 +111,23 @@ def test_an_answer_that_is_aborted_half_way_has_the_tokens_so_far() -> None:
         assert [one[1] for one in got["meta_info"]["output_token_logprobs"]] == ids
 
     play_stubs([stub], act, rules=PIECES)
+
+
+def test_an_answer_whose_engine_was_lost_before_it_said_the_end_is_read() -> None:
+    async def play() -> None:
+        for ended, reason in ((False, b"null"), (True, b'{"type":"length","length":2}')):
+            answered = asyncio.get_running_loop().create_future()
+            request = PendingRequest(RequestSpec("r", 4, 2), (1,), SamplingParams(2), 0, answered, takes_raw=True)
+            request.begin(1, "w", 0)
+            raw = RawAnswer(2, b'"ab"', b"[7,8]", {"finish_reason": reason})
+            request.take(StreamDelta(raw=raw))
+            assert request.made == 2
+            request.answer(End.length, (), Reason(ReasonCode.completed, ""))
+            sample = await answered
+            assert (sample.raw is not None, sample.missing) == (ended, 2 * ended)
+            assert (sample.token_ids, sample.text) == (((), "") if ended else ((7, 8), "ab"))
+
+    run(play())
 
 
 # ---- the adapter ---------------------------------------------------------------------------------------------------

@@ -153,6 +153,10 @@ class RawAnswer:
     ids: bytes
     meta: dict[str, bytes]
 
+    @property
+    def ended(self) -> bool:
+        return self.meta.get("finish_reason", b"null") != b"null"
+
     def event(self) -> dict[str, Any]:
         read = msgspec.json.decode
         meta = {name: read(value) for name, value in self.meta.items()}

@@ -149,7 +149,7 @@ class PendingCall:
             if submitted[0].answered.done():
                 submitted[0].answered.result()  # raises if it was refused
         else:
-            submitted = self._pool.submit(call.prompts[place], params, samples=samples, **vars(options))
+            submitted = self._pool.submit(call.prompts[place], params, samples=samples, checked=True, **vars(options))
         self._submitted[place] += submitted
         return submitted
 

@@ -222,14 +222,16 @@ class RequestApi:
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams = NO_PARAMS, *, samples: Sequence[int] | None = None,
-        spans: bool = True, **given: Unpack[RequestArguments],
+        spans: bool = True, checked: bool = False, **given: Unpack[RequestArguments],
     ) -> list[PendingRequest]:  # fmt: skip
         """Submits without waiting: await `answered` of each sample; `cancel(request.spec.id)` ends it.
 
         Raises RefusedError, with none submitted, if the queue is full. `samples`: only these of the n.
+        `checked`: the prompt has token ids and nothing else.
         """
         self._require_running()
-        ids, which = checked_prompt(prompt, "prompt"), range(params.n) if samples is None else samples
+        ids = tuple(prompt) if checked and prompt else checked_prompt(prompt, "prompt")
+        which = range(params.n) if samples is None else samples
         return self._submit_all(ids, params, which, None, RequestOptions(spans=spans, **given))
 
     def _submit_all(

@@ -337,7 +337,7 @@ class PendingRequest:
         """Answers the client, once."""
         if self.answered.done():
             return
-        raw = self.raw if end in (End.stop, End.length) else None
+        raw = self.raw if end in (End.stop, End.length) and self.raw is not None and self.raw.ended else None
         if raw is None:
             with contextlib.suppress(MalformedOutput, TypeError, ValueError, IndexError):
                 self.read()
