@@ -88,9 +88,9 @@ class RequestApi:
             raise InputError("the rollout pool is not running", hint="async with RolloutPool(...) as pool: ...")
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams = NO_PARAMS, *, groups: Sequence[str] | None =
-        None, sessions: Sequence[str] | None = None, keys: Sequence[str] | None = None, spans: bool = True, **common:
-        Unpack[CallArguments],
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams = NO_PARAMS, *,
+        groups: Sequence[str] | None = None, sessions: Sequence[str] | None = None, keys: Sequence[str] | None = None,
+        spans: bool = True, **common: Unpack[CallArguments],
     ) -> list[Completion]:  # fmt: skip
         """Answers all prompts, in order. Failed samples report it themselves; a full queue is waited for.
 
@@ -195,8 +195,8 @@ class RequestApi:
             )  # fmt: skip
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams = NO_PARAMS, *, restarts: Literal["tell", "hold"] =
-        "tell", spans: bool = True, **given: Unpack[RequestArguments],
+        self, prompt: Sequence[int], params: SamplingParams = NO_PARAMS, *, restarts: Literal["tell", "hold"] = "tell",
+        spans: bool = True, **given: Unpack[RequestArguments],
     ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
         """Streams the samples of one prompt. Closing the generator cancels them.
 
@@ -235,8 +235,8 @@ class RequestApi:
         return self._submit_all(ids, params, which, None, RequestOptions(spans=spans, **given))
 
     def _submit_all(
-        self, prompt: tuple[int, ...], params: SamplingParams, samples: Sequence[int], chunks: asyncio.Queue[Chunk] |
-        None, options: RequestOptions,
+        self, prompt: tuple[int, ...], params: SamplingParams, samples: Sequence[int],
+        chunks: asyncio.Queue[Chunk] | None, options: RequestOptions,
     ) -> list[PendingRequest]:  # fmt: skip
         key = options.key
         if params.n > 1 and not options.group:
@@ -293,8 +293,8 @@ class RequestApi:
             self._core.handle_event(e.RequestCancelled(request))
 
     async def acquire(
-        self, *, class_: str = DEFAULT_CLASS, group: str = "", prompt_tokens: int = 0, tokens: int = 0, version: int |
-        None = None, at_least: int | None = None, for_s: float = 600.0, wait_s: float = 60.0,
+        self, *, class_: str = DEFAULT_CLASS, group: str = "", prompt_tokens: int = 0, tokens: int = 0,
+        version: int | None = None, at_least: int | None = None, for_s: float = 600.0, wait_s: float = 60.0,
     ) -> Lease:  # fmt: skip
         """Leases an engine to a caller that talks to it directly, for at most `for_s`."""
         self._require_running()

@@ -342,8 +342,9 @@ class PendingRequest:
             with contextlib.suppress(MalformedOutput, TypeError, ValueError, IndexError):
                 self.read()
         sample = Sample(
-            self.spec.id, tuple(self.ids), end, reason, tuple(self.logprobs) if self.params.logprobs is not None else
-            None, tuple(self.best) if self.params.logprobs else None, self.text, spans, tuple(self.workers),
+            self.spec.id, tuple(self.ids), end, reason,
+            tuple(self.logprobs) if self.params.logprobs is not None else None,
+            tuple(self.best) if self.params.logprobs else None, self.text, spans, tuple(self.workers),
             self.moves, self.restarts, self.stopped_by, self.missing + (0 if raw is None else raw.tokens),
             self.params.lora, self.extra if self.forward is not None or end in (End.stop, End.length) else {}, raw,
         )  # fmt: skip
