@@ -124,7 +124,7 @@ class BodyFields:
     def as_ids(self, name: str, value: Any) -> tuple[int, ...]:
         try:
             return msgspec.convert(value, _TokenIds)
-        except msgspec.ValidationError:
+        except ValueError:  # also of lone surrogates
             raise self.wrong(name, "a list of token ids, whole numbers of 0 or more") from None
 
     def prompts(self, name: str, given: list[Any]) -> list[tuple[int, ...]]:

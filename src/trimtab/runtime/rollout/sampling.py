@@ -195,7 +195,7 @@ def checked_prompt(prompt: Sequence[int], where: str) -> tuple[int, ...]:
         raise InputError(f"the prompt is a {type(prompt).__name__}", where=where, hint="a list of token ids") from None
     if not ids:
         raise InputError("the prompt has no tokens", where=where)
-    with contextlib.suppress(msgspec.ValidationError):
+    with contextlib.suppress(ValueError):
         msgspec.convert(ids, TokenIds)
         return ids
     checked = []
