@@ -25,7 +25,6 @@ from trimtab.runtime.engines.engine import EngineDeadlines
 from waiting import until_async
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.engines
 PROMPT = [40, 41, 42, 43, 44]
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = 1_500
@@ -59,7 +58,10 @@ def started(kind: str, folder: Path) -> Iterator[Fleet]:
         yield Fleet(kind, [one.url for one in both], lambda: both[0].signal(signal.SIGKILL))
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang", "llamacpp"])
+BY_HAND = pytest.mark.engines  # llama.cpp is installed with the checks
+
+
+@pytest.fixture(scope="module", params=[pytest.param(one, marks=BY_HAND) for one in ("vllm", "sglang")] + ["llamacpp"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with started(request.param, tmp_path_factory.mktemp("engines")) as fleet:
         yield fleet

@@ -237,6 +237,7 @@ def test_a_client_that_leaves_has_its_request_cancelled_on_the_engine(path: str,
     play_stubs([stub], act, model_name="tiny")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_client_that_reads_nothing_counts_as_gone() -> None:
     stub = SglangStub()
     slow(stub, step_s=0.0)

@@ -124,6 +124,7 @@ def test_beyond_loopback_an_address_in_numbers_is_as_good_as_a_name() -> None:
             guard.check_host({b"host": host})
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_page_of_another_origin_may_not_ask() -> None:
     async def act(front: Front) -> None:
         got = await front.post("/generate", {}, headers={"origin": "https://evil.example"})

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from engine_stubs import SglangStub, VllmStub
-from gateway_scenes import BEARER, PROMPT, Front, play_stubs
+from gateway_scenes import BEARER, PROMPT, Answered, Front, play_stubs
 from waiting import until_async
 
 
@@ -44,6 +44,28 @@ def test_a_request_with_a_key_outlives_the_process_that_took_it_and_is_answered_
         assert len(stub.calls("/generate")) == 1, "it was generated once"
 
     play_stubs([stub], act, processes=2)
+
+
+def test_one_process_killed_among_several_loses_no_request_that_has_a_key() -> None:
+    stub = SglangStub()
+    stub.step_s = 0.2
+
+    async def act(scene: Front) -> None:
+        def ask(key: str) -> asyncio.Task[Answered]:
+            return asyncio.create_task(scene.generate(8, headers={"idempotency-key": key}))
+
+        asked = {key: ask(key) for key in "abcdefghijkl"}
+        await until_async(lambda: len(stub.running) == len(asked))
+        assert scene.gateway.fronts is not None
+        os.kill(next(front.pid for front in scene.gateway.fronts.all if front._calls), signal.SIGKILL)
+        ends = dict(zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True), strict=True))
+        broken = [key for key, end in ends.items() if isinstance(end, BaseException)]
+        assert broken
+        ends |= {key: await ask(key) for key in broken}
+        assert [len(end.json["output_ids"]) for end in ends.values() if isinstance(end, Answered)] == [8] * len(asked)
+        assert len(stub.calls("/generate")) == len(asked), "each was generated once"
+
+    play_stubs([stub], act, processes=3, limit=16)
 
 
 def test_requests_without_a_key_end_with_the_process_that_took_them_and_another_is_started() -> None:

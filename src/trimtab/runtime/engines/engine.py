@@ -21,6 +21,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import msgspec
+
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 
 
@@ -80,6 +82,7 @@ class GenerateRequest:
     piece: int | None = 1  # tokens of a delta, where the engine takes it: 1: as they come; None: all, at the end
     cache_key: str = ""  # prompts are taken from the prefix cache only of requests with the same key
     lora: str | None = None  # name of a loaded adapter; None: the weights alone
+    raw: bool = False  # its deltas may have a `RawAnswer`
 
     def __post_init__(self) -> None:
         where = f"request {self.id}"
@@ -96,7 +99,7 @@ class GenerateRequest:
 
     def fields(self) -> dict[str, Any]:
         """For engines that are objects: what to generate, not how it travels."""
-        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key", "lora")}
+        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key", "lora", "raw")}
 
     @property
     def greedy(self) -> bool:
@@ -141,6 +144,47 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """Top ids at one position with their log-probabilities, best first."""
 
 
+@dataclass(frozen=True)
+class RawAnswer:
+    """All tokens of an answer so far, in SGLang's own JSON: most are passed on as they are and never read."""
+
+    tokens: int
+    text: bytes
+    ids: bytes
+    meta: dict[str, bytes]
+
+    @property
+    def ended(self) -> bool:
+        return self.meta.get("finish_reason", b"null") != b"null"
+
+    def event(self) -> dict[str, Any]:
+        read = msgspec.json.decode
+        meta = {name: read(value) for name, value in self.meta.items()}
+        return {"text": read(self.text), "output_ids": read(self.ids), "meta_info": meta}
+
+    def delta(self, logprobs: int | None) -> StreamDelta:
+        """Read; with log-probabilities as they were requested."""
+        event = self.event()
+        found = sglang_logprobs(event["meta_info"], logprobs, self.tokens)
+        return StreamDelta(tuple(event["output_ids"]), *found, event["text"])
+
+
+def sglang_logprobs(
+    meta: Mapping[str, Any], requested: int | None, count: int
+) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
+    """Of the last tokens of an event."""
+    if requested is None:
+        return None, None
+    places = (meta.get("output_token_logprobs") or [])[-count:] if count else []
+    if len(places) != count:
+        raise MalformedOutput(f"{len(places)} log-probabilities for {count} tokens")
+    logprobs = tuple([float(place[0]) for place in places])
+    if not requested:
+        return logprobs, None
+    ranked = (meta.get("output_top_logprobs") or [])[-count:] if count else []
+    return logprobs, tuple(tuple((int(top[1]), float(top[0])) for top in place[:requested]) for place in ranked)
+
+
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
     """What a stream added since the previous delta."""
@@ -154,6 +198,7 @@ class StreamDelta:
     version: str | None = None  # of the weights that generated these tokens, if reported
     missing: int = 0  # ids generated just before these that could not be identified
     extra: Mapping[str, Any] | None = None  # what else the engine says of the whole answer; with the last delta
+    raw: RawAnswer | None = None  # instead of tokens and text, of which it has all so far
 
 
 @dataclass(frozen=True)
@@ -349,8 +394,8 @@ class Engine(Protocol):
 class DeltaReader(Protocol):
     """Converts the events of a stream to deltas; raises `MalformedOutput` for impossible ones.
 
-    A reader may have a method `covers(first, last)`: whether the last of several events repeats all from the first on,
-    which then need no reading.
+    A reader may have a method `parsed(payload)`, which returns an event, or a delta that needs no more reading; and
+    `covers(payload, last)`: whether the last of several events repeats all from that first one on.
     """
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
@@ -427,9 +472,11 @@ class OpenStream:
         self._stream_pieces: list[StreamDelta] = []
 
     def add(self, piece: StreamDelta) -> StreamDelta:
+        if piece.raw is not None:
+            self._stream_pieces.clear()
         self._stream_pieces.append(piece)
         self.ended = piece.finish is not None
         return piece
 
     def so_far(self) -> PartialOutput:
-        return PartialOutput.of(self._stream_pieces)
+        return PartialOutput.of([each if each.raw is None else each.raw.delta(None) for each in self._stream_pieces])

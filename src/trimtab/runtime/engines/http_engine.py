@@ -78,14 +78,9 @@ class EngineHttpClient:
     """Calls and streams of one engine."""
 
     def __init__(
-        self,
-        name: str,
-        url: str,
-        session: aiohttp.ClientSession,
-        deadlines: EngineDeadlines,
-        *,
+        self, name: str, url: str, session: aiohttp.ClientSession, deadlines: EngineDeadlines, *,
         keep_alive: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.url, self.session, self.deadlines = name, url.rstrip("/"), session, deadlines
         # If a server closes idle connections unannounced, the next request looks as if the server were gone.
         self.headers = {} if keep_alive else {"Connection": "close"}
@@ -108,13 +103,7 @@ class EngineHttpClient:
         return await self._call("OPTIONS", path, None, {}, None)
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        query: dict[str, Any],
-        within_s: float | None,
-        keep_alive: bool = True,
+        self, method: str, path: str, body: Any, query: dict[str, Any], within_s: float | None, keep_alive: bool = True
     ) -> Any:
         if self.session.closed:
             raise EngineGoneError(f"{method} {path}: the session is closed", engine=self.name)

@@ -26,6 +26,7 @@ from trimtab.runtime.engines.engine import (
     EngineMalformedError,
     EngineRefusedError,
     EngineWedgedError,
+    StreamDelta,
 )
 
 MAX_EVENT_BYTES = 64 * 2**20
@@ -181,7 +182,8 @@ class HttpEventStream:
     ) -> None:
         self._connections, self._path, self._body = connections, path, body
         self._whole, self._alive_at = whole, alive_at
-        self._covers: Callable[[Any, Any], bool] | None = getattr(reader, "covers", None)
+        self._covers: Callable[[bytes, Any], bool] | None = getattr(reader, "covers", None)
+        self._parsed: Callable[[bytes], Any] = getattr(reader, "parsed", parsed)
         self._loop = asyncio.get_running_loop()
         self._connection: _Connection | None = None
         self._opening: asyncio.Task[_Connection] | None = None
@@ -356,8 +358,8 @@ class HttpEventStream:
         if ended:
             del payloads[payloads.index(b"[DONE]") :]
         if len(payloads) > 1 and self._covers is not None:
-            first, last = parsed(payloads[0]), parsed(payloads[-1])
-            if self._covers(first, last):
+            last = self._parsed(payloads[-1])
+            if self._covers(payloads[0], last):
                 self._events.append(last)
                 payloads = []
         for payload in payloads:
@@ -382,7 +384,9 @@ class HttpEventStream:
         raise EngineMalformedError(f"not an event: {line[:80]!r}", engine=self._connections.name)
 
     def _checked(self, payload: bytes) -> Any:
-        event = parsed(payload)
+        event = self._parsed(payload)
+        if isinstance(event, StreamDelta):
+            return event
         if not isinstance(event, dict):
             raise EngineMalformedError(f"an event that is no object: {payload[:80]!r}", engine=self._connections.name)
         if event.get("error"):

@@ -26,6 +26,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from trimtab.core.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
     MAX_RUNNING,
@@ -47,13 +49,15 @@ from trimtab.runtime.engines.engine import (
     NotSupportedError,
     PauseMode,
     PieceSupport,
+    RawAnswer,
     StreamDelta,
-    TopLogprobs,
     WeightUpdate,
     routed_experts,
+    sglang_logprobs,
     token_ids,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine, NoSuchPathError, ServedCalls, gauges, served_calls
+from trimtab.runtime.engines.http_stream import parsed
 
 _FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _MODES = {PauseMode.abort: "abort", PauseMode.wait: "abort", PauseMode.keep: "retract"}
@@ -87,6 +91,7 @@ class SglangEngine(HttpEngine):
         self._version_of: dict[str, str] = {}  # first version that was loaded from a path
 
     pieces = PieceSupport(whole=True, interval=True, repeats=True)
+    _intervals_seen = False  # this engine takes them
     _load_stamps: Any = None  # the engine's timestamp of its last loads
     _loads_read = False  # loads were read before
 
@@ -123,12 +128,14 @@ class SglangEngine(HttpEngine):
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         asks = request.piece is not None and request.piece > 1
-        return self._with_interval(request) if asks and self.pieces.interval else super().generate(request)
+        unsure = asks and self.pieces.interval and not self._intervals_seen
+        return self._with_interval(request) if unsure else super().generate(request)
 
     async def _with_interval(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         try:
             async with aclosing(super().generate(request)) as pieces:
                 async for piece in pieces:
+                    self._intervals_seen = True
                     yield piece
         except (EngineRefusedError, EngineFailedError) as error:
             if "stream_interval" not in error.what:
@@ -198,7 +205,7 @@ class SglangEngine(HttpEngine):
         return tuple(ways)
 
     def _replaced(self) -> None:
-        self._calls, self._path_of_record = None, None
+        self._calls, self._path_of_record, self._intervals_seen = None, None, False
 
     def vouched(self, version: str) -> None:
         self._path_of_record, self._process_seen = None, None
@@ -403,6 +410,16 @@ class SglangEngine(HttpEngine):
         return await self.wire.post(path, body, within_s=self.deadlines.change_s)
 
 
+class _RawEvent(msgspec.Struct):
+    output_ids: msgspec.Raw
+    meta_info: dict[str, msgspec.Raw]
+    text: msgspec.Raw = msgspec.Raw(b"")
+    error: Any = None
+
+
+_read_raw, _read = msgspec.json.Decoder(_RawEvent).decode, msgspec.json.decode
+
+
 class _SglangReader:
     """Reads the events of one request."""
 
@@ -412,11 +429,43 @@ class _SglangReader:
         self._leave = leave  # aborts a request at the engine
         # ignore_eos also disables stop ids at the server, so they are checked here.
         self._watched = frozenset(request.stop_ids if request.extra.get("ignore_eos") else ())
+        self._raw = request.raw and not self._watched and ROUTED_EXPERTS not in request.extra
+        self._before: StreamDelta | None = None  # the last raw one
 
-    def covers(self, first: Any, last: Any) -> bool:
+    def parsed(self, payload: bytes) -> Any:
+        """An event; one with all tokens so far, of one version, as a delta whose tokens are not read."""
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            if self._raw and (raw := self._unread(_read_raw(payload))) is not None:
+                return raw
+        return parsed(payload)
+
+    def _unread(self, event: _RawEvent) -> StreamDelta | None:
+        meta = {name: bytes(value) for name, value in event.meta_info.items()}
+        ids, text = bytes(event.output_ids), bytes(event.text)
+        names = ("completion_tokens", "finish_reason", "weight_version", "weight_versions")
+        count, reason, version, spans = (_read(meta.get(name, b"null")) for name in names)
+        finish = None if reason is None else _FINISHES[reason["type"]]
+        matched = reason.get("matched") if reason else None
+        whole = type(count) is int and count == ids.count(b",") + 1 and ids.translate(None, b"0123456789, ") == b"[]"
+        if self._request.logprobs is not None:
+            whole &= meta["output_token_logprobs"].count(b"[") == count + 1
+        if spans:
+            whole &= [(span["start"], span["end"], span["version"]) for span in spans] == [(0, count, version)]
+        if finish is FinishReason.stop:
+            whole &= matched is not None
+        whole &= finish is not FinishReason.aborted_elsewhere and bool(ids[1:-1].strip())
+        if not whole or event.error or len(text) < 3:
+            return None
+        version, raw = None if version is None else str(version), RawAnswer(count, text, ids, meta)
+        return StreamDelta(finish=finish, stopped_by=matched, version=version, raw=raw)
+
+    def covers(self, first: bytes, last: Any) -> bool:
         """Whether the last of several events has all tokens, made by the weights of the first."""
         try:
-            since, meta = first["meta_info"], last["meta_info"]
+            if isinstance(last, StreamDelta):
+                version = _read_raw(first).meta_info["weight_version"]
+                return last.raw is not None and bytes(version) == last.raw.meta["weight_version"]
+            since, meta = parsed(first)["meta_info"], last["meta_info"]
             parts = [last["output_ids"]]
             if self._request.logprobs is not None:
                 parts.append(meta["output_token_logprobs"])
@@ -424,10 +473,20 @@ class _SglangReader:
                 parts.append(meta["output_top_logprobs"])
             same = bool(meta.get("weight_versions")) or since.get("weight_version") == meta.get("weight_version")
             return same and all(len(part) == meta["completion_tokens"] for part in parts)
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             return False
 
-    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
+    async def take(self, event: dict[str, Any] | StreamDelta) -> list[StreamDelta]:
+        before = self._before
+        if isinstance(event, StreamDelta):
+            assert event.raw is not None
+            if self._raw and (before is None or before.version == event.version):
+                self._before, self._reported = event, event.raw.tokens
+                return [event]
+            event = event.raw.event()
+        if before is not None and before.raw is not None:
+            self._text, self._before = _read(before.raw.text), None
+        self._raw = False
         meta = event["meta_info"]
         ids = token_ids(self._new(event.get("output_ids") or [], int(meta["completion_tokens"])))
         reason = meta.get("finish_reason")
@@ -438,7 +497,7 @@ class _SglangReader:
                 raise MalformedOutput(f"unknown finish reason: {reason!r}")
             if finish is FinishReason.aborted_elsewhere and reason.get("status_code"):
                 raise self._no_abort(int(reason["status_code"]), str(reason.get("message")))
-        logprobs, best = self._logprobs(meta, len(ids))
+        logprobs, best = sglang_logprobs(meta, self._request.logprobs, len(ids))
         matched = reason.get("matched") if reason else None
         extra = routed_experts(self._request, finish, meta)
         whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched, extra=extra)
@@ -479,22 +538,6 @@ class _SglangReader:
         new, self._text = text[len(self._text) :], text
         return new or None
 
-    def _logprobs(
-        self, meta: dict[str, Any], count: int
-    ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
-        requested = self._request.logprobs
-        if requested is None:
-            return None, None
-        places = (meta.get("output_token_logprobs") or [])[-count:] if count else []
-        if len(places) != count:
-            raise MalformedOutput(f"{len(places)} log-probabilities for {count} tokens")
-        logprobs = tuple(float(place[0]) for place in places)
-        if not requested:
-            return logprobs, None
-        ranked = (meta.get("output_top_logprobs") or [])[-count:] if count else []
-        best = tuple(tuple((int(top[1]), float(top[0])) for top in place[:requested]) for place in ranked)
-        return logprobs, best
-
 
 def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[StreamDelta]:
     spans = meta.get("weight_versions") or []
@@ -513,15 +556,10 @@ def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[St
 def _part(piece: StreamDelta, since: int, to: int | None, version: str | None, *, last: bool) -> StreamDelta:
     cut = slice(since, to)
     return StreamDelta(
-        piece.token_ids[cut],
-        None if piece.logprobs is None else piece.logprobs[cut],
-        None if piece.best is None else piece.best[cut],
-        piece.text if last else None,
-        piece.finish if last else None,
-        piece.stopped_by if last else None,
-        version,
-        extra=piece.extra if last else None,
-    )
+        piece.token_ids[cut], None if piece.logprobs is None else piece.logprobs[cut],
+        None if piece.best is None else piece.best[cut], piece.text if last else None, piece.finish if last else None,
+        piece.stopped_by if last else None, version, extra=piece.extra if last else None,
+    )  # fmt: skip
 
 
 def _max_running(info: Mapping[str, Any]) -> int | None:

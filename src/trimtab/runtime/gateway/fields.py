@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -49,7 +49,7 @@ LARGE_BODY_BYTES = 2**20
 MAX_TOKEN_IDS = 2**20
 """Per call, over all prompts: checking and sending them delays other requests."""
 
-_MAX_ID = 2**31
+_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...]
 _MAX_NUMBER = 10**15  # of numbers without a range; beyond it arithmetic is not exact
 
 
@@ -122,10 +122,10 @@ class BodyFields:
         return () if value is None else self.as_ids(name, value)
 
     def as_ids(self, name: str, value: Any) -> tuple[int, ...]:
-        whole = isinstance(value, list) and set(map(type, value)) <= {int}  # excludes bool
-        if not whole or (value and (min(value) < 0 or max(value) >= _MAX_ID)):
-            raise self.wrong(name, "a list of token ids, whole numbers of 0 or more")
-        return tuple(value)
+        try:
+            return msgspec.convert(value, _TokenIds)
+        except ValueError:  # also of lone surrogates
+            raise self.wrong(name, "a list of token ids, whole numbers of 0 or more") from None
 
     def prompts(self, name: str, given: list[Any]) -> list[tuple[int, ...]]:
         """Token ids of one prompt or several. Their number is checked before their content."""
@@ -374,15 +374,10 @@ def read_terms(headers: Headers, deadline_s: float | None) -> RequestTerms:
     if len(key) > MAX_CHARS:
         raise Refusal(400, f"Idempotency-Key is longer than {MAX_CHARS} characters", param="idempotency-key")
     options = RequestOptions(
-        found.get("class") or DEFAULT_CLASS,
-        found.get("group", ""),
-        found.get("session", ""),
-        _version("version", found),
-        _version("at-least", found),
-        _flag("spans", found, default=True),
-        key,
-        _seconds("deadline-s", found, deadline_s),
-    )
+        found.get("class") or DEFAULT_CLASS, found.get("group", ""), found.get("session", ""), _version("version",
+        found), _version("at-least", found), _flag("spans", found, default=True), key, _seconds("deadline-s", found,
+        deadline_s),
+    )  # fmt: skip
     return RequestTerms(options, _flag("details", found, default=False))
 
 

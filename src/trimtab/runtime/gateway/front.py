@@ -17,27 +17,10 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from trimtab.runtime.gateway import link as m
 from trimtab.runtime.gateway.connection import HttpConnections
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
-from trimtab.runtime.gateway.link import (
-    Link,
-    LinkAbort,
-    LinkAnswers,
-    LinkCall,
-    LinkCancel,
-    LinkChunk,
-    LinkCounted,
-    LinkMessage,
-    LinkRefusal,
-    LinkReply,
-    LinkRoute,
-    LinkSetup,
-    LinkState,
-    LinkTexts,
-    LinkUp,
-    ToFront,
-)
 from trimtab.runtime.gateway.server import GatewayApp, run_alone
 from trimtab.runtime.gateway.serving import GenerationCall, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
@@ -52,11 +35,11 @@ class PoolLink:
     def __init__(self) -> None:
         self.setup: asyncio.Future[GatewaySettings] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
-        self.state = LinkState(0, (), (), False)
+        self.state = m.LinkState(0, (), (), False)
         self.exchanges: dict[int, HttpExchange] = {}  # of streams
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Queue[Any]] = {}
-        self._link = Link(ToFront, self._received, lambda: os._exit(1))
+        self._link = m.Link(m.ToFront, self._received, lambda: os._exit(1))
 
     async def connect(self, sock: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=sock)
@@ -70,7 +53,7 @@ class PoolLink:
         self._answers.pop(number, None)
         self.exchanges.pop(number, None)
 
-    def send(self, message: LinkMessage) -> None:
+    def send(self, message: m.LinkMessage) -> None:
         self._link.send(message)
 
     async def ask(self, kind: Any, *content: Any) -> Any:
@@ -82,15 +65,15 @@ class PoolLink:
             self.end(number)
 
     def _received(self, message: Any) -> None:
-        if isinstance(message, LinkSetup):
+        if isinstance(message, m.LinkSetup):
             self.setup.set_result(message.settings)
-        elif isinstance(message, LinkState):
+        elif isinstance(message, m.LinkState):
             self.state = message
-        elif isinstance(message, LinkAbort):
+        elif isinstance(message, m.LinkAbort):
             exchange = self.exchanges.get(message.number)
             if exchange is not None:
                 exchange.abort(message.why)
-        elif isinstance(message, (LinkChunk, LinkAnswers, LinkReply, LinkRefusal)):
+        elif isinstance(message, (m.LinkChunk, m.LinkAnswers, m.LinkReply, m.LinkRefusal)):
             answers = self._answers.get(message.number)
             if answers is not None:
                 answers.put_nowait(message)
@@ -100,9 +83,9 @@ class PoolLink:
 
 def taken(message: Any) -> Any:
     """Content of an answer; raises a refusal."""
-    if isinstance(message, LinkRefusal):
+    if isinstance(message, m.LinkRefusal):
         raise message.refusal()
-    return message.value if isinstance(message, LinkReply) else message
+    return message.value if isinstance(message, m.LinkReply) else message
 
 
 class LinkTokenizer(PoolTokenizer):
@@ -113,7 +96,7 @@ class LinkTokenizer(PoolTokenizer):
         self._link = link
 
     async def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        found = await self._link.ask(LinkTexts, method, list(arguments), options)
+        found = await self._link.ask(m.LinkTexts, method, list(arguments), options)
         return tuple(found) if isinstance(found, list) else found
 
 
@@ -124,7 +107,7 @@ class LinkMetrics:
         self._link = link
 
     def count(self, endpoint: str, status: int, seconds: float) -> None:
-        self._link.send(LinkCounted(0, endpoint, status, seconds))
+        self._link.send(m.LinkCounted(0, endpoint, status, seconds))
 
     def made(self, samples: Sequence[Sample]) -> None:
         """They were counted there."""
@@ -150,13 +133,13 @@ class LinkTracker(GenerationTracker):
     async def completions(self, exchange: HttpExchange, call: GenerationCall) -> list[Completion]:
         number, answers = self._link.begin()
         try:
-            self._link.send(LinkCall(number, call))
+            self._link.send(m.LinkCall(number, call))
             message = taken(await answers.get())
             exchange.aborted = message.aborted
             found: list[Completion] = message.completions
             return found
         except asyncio.CancelledError:
-            self._link.send(LinkCancel(number))
+            self._link.send(m.LinkCancel(number))
             raise
         finally:
             self._link.end(number)
@@ -167,19 +150,19 @@ class LinkTracker(GenerationTracker):
         number, answers = self._link.begin()
         if exchange is not None:
             self._link.exchanges[number] = exchange
-        self._link.send(LinkCall(number, call))
+        self._link.send(m.LinkCall(number, call))
         ended = False
         try:
             while True:
                 message = await answers.get()
-                ended = isinstance(message, LinkRefusal) or message.chunk is None
+                ended = isinstance(message, m.LinkRefusal) or message.chunk is None
                 taken(message)
                 if ended:
                     return
                 yield message.prompt, message.chunk
         finally:
             if not ended:
-                self._link.send(LinkCancel(number))
+                self._link.send(m.LinkCancel(number))
             self._link.end(number)
 
 
@@ -196,7 +179,7 @@ class FrontApp(GatewayApp):
     async def answer_route(self, access: Any, name: str, status: int, exchange: HttpExchange) -> None:
         headers = list(exchange.headers.items())
         within_s = self.settings.change_s + self.settings.body_s + 1.0
-        asked = self._link.ask(LinkRoute, exchange.method, exchange.path, exchange.query, headers, exchange.body)
+        asked = self._link.ask(m.LinkRoute, exchange.method, exchange.path, exchange.query, headers, exchange.body)
         try:
             code, fields, body, closing = await asyncio.wait_for(asked, within_s)
         except (Refusal, asyncio.TimeoutError):
@@ -216,7 +199,7 @@ async def serve(listener: int, link: int) -> None:
     app = FrontApp(pool, settings)
     connections = HttpConnections(settings, app.admit, app.answer)
     server = await loop.create_server(connections, sock=socket.socket(fileno=listener), backlog=BACKLOG)
-    pool.send(LinkUp(0))
+    pool.send(m.LinkUp(0))
     await pool.ended.wait()
     server.close()
     await connections.close(settings.abort_s)

@@ -15,25 +15,8 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.runtime.gateway import link as m
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error
-from trimtab.runtime.gateway.link import (
-    Link,
-    LinkAbort,
-    LinkAnswers,
-    LinkCall,
-    LinkCancel,
-    LinkChunk,
-    LinkCounted,
-    LinkRefusal,
-    LinkReply,
-    LinkRoute,
-    LinkSetup,
-    LinkState,
-    LinkStop,
-    LinkTexts,
-    LinkUp,
-    ToPool,
-)
 from trimtab.runtime.gateway.serving import samples_of
 from trimtab.runtime.procs.background import NEVER_GIVE_UP
 
@@ -50,7 +33,7 @@ class RelayedExchange(HttpExchange):
 
     answer: tuple[int, list[tuple[bytes, bytes]], bytes] = (503, [], b"")
 
-    def __init__(self, route: LinkRoute) -> None:
+    def __init__(self, route: m.LinkRoute) -> None:
         super().__init__(None, route.method, route.path, route.query, dict(route.headers), True, False)
         self.body = route.body
 
@@ -61,18 +44,18 @@ class RelayedExchange(HttpExchange):
 class RelayedCall(HttpExchange):
     """A call of a client that is connected to a front process."""
 
-    def __init__(self, link: Link, number: int) -> None:
+    def __init__(self, link: m.Link, number: int) -> None:
         super().__init__(None, "POST", "", "", {}, True, False)
         self._link, self._number = link, number
 
     def abort(self, why: str) -> None:
-        self._link.send(LinkAbort(self._number, why))
+        self._link.send(m.LinkAbort(self._number, why))
 
 
 class FrontProcess:
     """One front process and its calls."""
 
-    link: Link
+    link: m.Link
 
     def __init__(self, app: GatewayApp, listener: socket.socket) -> None:
         self._app, self._listener = app, listener
@@ -91,7 +74,7 @@ class FrontProcess:
         self._calls = {}
         with theirs:
             ours.setblocking(False)
-            self.link = Link(ToPool, self._received, self._lost.set)
+            self.link = m.Link(m.ToPool, self._received, self._lost.set)
             await loop.create_unix_connection(lambda: self.link, sock=ours)
             files = (self._listener.fileno(), theirs.fileno())
             process = await asyncio.create_subprocess_exec(
@@ -100,7 +83,7 @@ class FrontProcess:
             )  # fmt: skip
         self.pid = process.pid
         try:
-            self.link.send(LinkSetup(0, self._app.settings))
+            self.link.send(m.LinkSetup(0, self._app.settings))
             while not self._lost.is_set():
                 self.send_state()
                 with suppress(asyncio.TimeoutError):
@@ -121,27 +104,27 @@ class FrontProcess:
     def send_state(self) -> None:
         serving = self._app.serving
         if self.pid:
-            self.link.send(LinkState(0, tuple(serving.kinds()), tuple(self._app.pool.adapters), serving.stopping))
+            self.link.send(m.LinkState(0, tuple(serving.kinds()), tuple(self._app.pool.adapters), serving.stopping))
 
     def stop(self) -> None:
         self._stopping = True
         if self.pid:
-            self.link.send(LinkStop(0))
+            self.link.send(m.LinkStop(0))
 
     # ---- what it asks ----------------------------------------------------------------------------------------------
 
-    def _received(self, message: ToPool) -> None:
-        if isinstance(message, LinkCall):
+    def _received(self, message: m.ToPool) -> None:
+        if isinstance(message, m.LinkCall):
             task = self._spawn(self._generate(self.link, self._calls, message))
             self._calls[message.number] = task, bool(message.call.terms.options.key)
-        elif isinstance(message, LinkCancel):
+        elif isinstance(message, m.LinkCancel):
             if (found := self._calls.pop(message.number, None)) is not None:
                 found[0].cancel()
-        elif isinstance(message, LinkCounted):
+        elif isinstance(message, m.LinkCounted):
             self._app.metrics.count(message.endpoint, message.status, message.seconds)
-        elif isinstance(message, LinkUp):
+        elif isinstance(message, m.LinkUp):
             self.up.set()
-        elif isinstance(message, LinkTexts):
+        elif isinstance(message, m.LinkTexts):
             self._spawn(self._reply(message.number, self._texts, message))
         else:
             self._spawn(self._reply(message.number, self._route, message))
@@ -152,7 +135,9 @@ class FrontProcess:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _generate(self, link: Link, calls: dict[int, tuple[asyncio.Task[None], bool]], message: LinkCall) -> None:
+    async def _generate(
+        self, link: m.Link, calls: dict[int, tuple[asyncio.Task[None], bool]], message: m.LinkCall
+    ) -> None:
         serving, call, number = self._app.serving, message.call, message.number
         exchange = RelayedCall(link, number)
         try:
@@ -163,32 +148,32 @@ class FrontProcess:
                         async for place, chunk in chunks:
                             if chunk.sample is not None:
                                 self._app.metrics.made((chunk.sample,))
-                            link.send(LinkChunk(number, place, chunk))
-                    link.send(LinkChunk(number))
+                            link.send(m.LinkChunk(number, place, chunk))
+                    link.send(m.LinkChunk(number))
                 else:
                     completions = await serving.completions(exchange, call)
                     self._app.metrics.made(samples_of(completions))
-                    link.send(LinkAnswers(number, completions, exchange.aborted))
+                    link.send(m.LinkAnswers(number, completions, exchange.aborted))
             finally:
                 serving.leave(exchange)
         except Refusal as refusal:
-            link.send(LinkRefusal.of(number, refusal))
+            link.send(m.LinkRefusal.of(number, refusal))
         except TrimtabError as error:
-            link.send(LinkRefusal.of(number, refusal_for_error(error)))
+            link.send(m.LinkRefusal.of(number, refusal_for_error(error)))
         finally:
             calls.pop(number, None)
 
     async def _reply(self, number: int, ask: Callable[[Any], Awaitable[Any]], message: Any) -> None:
         link = self.link
         try:
-            link.send(LinkReply(number, await ask(message)))
+            link.send(m.LinkReply(number, await ask(message)))
         except Refusal as refusal:
-            link.send(LinkRefusal.of(number, refusal))
+            link.send(m.LinkRefusal.of(number, refusal))
 
-    async def _texts(self, message: LinkTexts) -> Any:
+    async def _texts(self, message: m.LinkTexts) -> Any:
         return await self._app.tokenizer.call(message.method, *message.arguments, **message.options)
 
-    async def _route(self, message: LinkRoute) -> Any:
+    async def _route(self, message: m.LinkRoute) -> Any:
         exchange = RelayedExchange(message)
         try:
             self._app.admit(exchange)

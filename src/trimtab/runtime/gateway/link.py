@@ -165,7 +165,8 @@ class Link(asyncio.Protocol):
             end = at + 4 + _LENGTH.unpack_from(held, at)[0]
             if len(held) < end:
                 break
-            message = self._decoder.decode(bytes(held[at + 4 : end]))
+            with memoryview(held) as view, view[at + 4 : end] as part:
+                message = self._decoder.decode(part)
             at = end
             self._received(message)
         del held[:at]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trimtab.gateway")
 
 T = TypeVar("T")
-COLLECT_AFTER = (20_000, 20, 50)  # allocations, and collections of younger generations
+COLLECT_AFTER = (60_000, 20, 50)  # allocations, and collections of younger generations
 FILES_BESIDE = 512
 FILES_FEW = 4_096  # fewer: log a warning
 NAME = "{name}"

@@ -56,6 +56,7 @@ class GenerationCall:
     id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
     forward: tuple[str, Mapping[str, Any]] | None = None  # path and body for an engine, instead of a prompt
+    raw: bool = False  # answers may come as an engine wrote them
 
     def number(self, prompt: int, index: int) -> int:
         """Number of the answer `index` of a prompt among all answers."""
@@ -63,7 +64,7 @@ class GenerationCall:
 
     def options(self, prompt: int) -> RequestOptions:
         """Each prompt of a call is a request of its own, also by its key."""
-        own = self.terms.options
+        own = replace(self.terms.options, raw=True) if self.raw else self.terms.options
         return own if len(self.prompts) == 1 or not own.key else replace(own, key=f"{own.key}/{prompt}")
 
 
@@ -148,7 +149,7 @@ class PendingCall:
             if submitted[0].answered.done():
                 submitted[0].answered.result()  # raises if it was refused
         else:
-            submitted = self._pool.submit(call.prompts[place], params, samples=samples, **vars(options))
+            submitted = self._pool.submit(call.prompts[place], params, samples=samples, checked=True, **vars(options))
         self._submitted[place] += submitted
         return submitted
 
@@ -376,9 +377,9 @@ class GenerationEndpoint:
     async def _answer(self, exchange: HttpExchange) -> None:
         serving = self._serving
         terms = read_terms(exchange.headers, serving.settings.deadline_s)
-        body = await serving.bodies.parsed(exchange.body)
-        exchange.body = b""
-        form = await self._read(body, terms, serving.kinds)
+        body, exchange.body = exchange.body, b""
+        form = await self._read(await serving.bodies.parsed(body), terms, serving.kinds)
+        del body  # no list is kept that a garbage collection would go through
         if form.call.stream:
             await self._stream(exchange, form)
         else:
@@ -464,14 +465,9 @@ async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> Asyn
 
 
 async def _pump(
-    pool: RolloutPool,
-    call: GenerationCall,
-    place: int,
-    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
-    turns: asyncio.Semaphore,
-    *,
-    retry: bool,
-) -> None:
+    pool: RolloutPool, call: GenerationCall, place: int,
+    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]], turns: asyncio.Semaphore, *, retry: bool,
+) -> None:  # fmt: skip
     """Chunks of one prompt; a full queue refuses the call, or is waited for once the call has begun."""
     try:
         async with turns:

@@ -1,9 +1,9 @@
 """SGLang API: `/generate`, with `meta_info`.
 
 One prompt or a batch, as text or token ids, with common parameters or one set per prompt. Stream events are cumulative,
-as SGLang's are. `weight_version` is the version of the last token, and `weight_versions` those of all spans. The number
-of cached prompt tokens is unknown here and left out. A prompt with images, audio or video goes to an SGLang engine as
-it is.
+as SGLang's are. `weight_version` is the version of the last token, and `weight_versions` those of all spans. What else
+an SGLang engine says, such as cached prompt tokens, goes along where the answer is passed on as it wrote it. A prompt
+with images, audio or video goes to an SGLang engine as it is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
-from trimtab.runtime.engines.engine import ROUTED_EXPERTS
+from trimtab.runtime.engines.engine import ROUTED_EXPERTS, RawAnswer
 from trimtab.runtime.gateway import fields as extras
 from trimtab.runtime.gateway.exchange import Refusal, refusal_for_sample, sse, to_json
 from trimtab.runtime.gateway.fields import BodyFields, RequestTerms, ServedKinds
@@ -43,6 +45,9 @@ MEDIA = ("image_data", "video_data", "audio_data")
 SAMPLING = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "n", "stop", "stop_token_ids", "sampling_seed",
 )  # fmt: skip
+
+
+_OURS = frozenset({"id", "prompt_tokens", "completion_tokens", "e2e_latency", "weight_version", "weight_versions"})
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ class SglangReader:
             call = GenerationCall([()], params, terms, id=call_id, forward=("/generate", whole))
         else:
             ids = await token_ids(self._tokenizer, prompts, fields, "input_ids")
-            call = GenerationCall(ids, params, terms, stream, call_id)
+            raw = not (stream or terms.details or with_text)
+            call = GenerationCall(ids, params, terms, stream, call_id, raw=raw)
         return SglangFormat(call, options, self._tokenizer)
 
 
@@ -184,10 +190,20 @@ class SglangFormat:
         found = []
         for place, completion in enumerate(completions):
             for index, sample in enumerate(completion.samples):
+                if sample.raw is not None:
+                    found.append(await self._raw(place, index, sample, sample.raw))
+                    continue
                 text = await self._tokenizer.text_of(sample, special=self._special, keep_stop=self._keep_stop)
                 meta = await self._meta(place, index, sample)
                 found.append({"text": text, "output_ids": list(sample.token_ids), "meta_info": meta})
         return found if self._many else found[0]
+
+    async def _raw(self, place: int, index: int, sample: Sample, raw: RawAnswer) -> Any:
+        meta = {name: msgspec.Raw(value) for name, value in raw.meta.items() if name not in _OURS}
+        if self._output.logprobs:
+            meta.setdefault("input_token_logprobs", msgspec.Raw(b"[]"))
+        meta = await self._meta(place, index, sample) | meta
+        return {"text": msgspec.Raw(raw.text), "output_ids": msgspec.Raw(raw.ids), "meta_info": meta}
 
     def _forwarded(self, sample: Sample) -> Any:
         reply = ForwardedAnswer.of(sample).body
@@ -270,7 +286,7 @@ class SglangFormat:
                 {"version": str(span.version), "start": end - span.tokens, "end": end}
                 for span, end in zip(sample.spans, ends, strict=True)
             ]
-        if self._output.logprobs:
+        if self._output.logprobs and sample.raw is None:
             await self._add_logprobs(meta, sample)
         if sample.request and (self.call.terms.details or not sample.ok):
             meta["trimtab"] = details(sample)

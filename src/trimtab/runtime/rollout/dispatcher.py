@@ -305,8 +305,9 @@ class Dispatcher:
             bridge = buffer is not None and pending.before.endswith(HALF) and bridges < MAX_BRIDGES
             asked, bridges = (1, bridges + 1) if bridge else (asked, 0)
             request = pending.params.engine_request(
-                attempt.engine_request_id, (*pending.prompt, *pending.ids), asked,
+                attempt.engine_request_id, (*pending.prompt, *pending.ids) if pending.ids else pending.prompt, asked,
                 min(max(0, send.min_tokens - pending.made), asked), plan.piece, cache_key, stops=not bridge,
+                raw=pending.takes_raw and plan.segment is None and not pending.ids,
             )  # fmt: skip
             before, began = pending.made, self._core.clock()
             outcome = await self._call(attempt, engine, request, None if bridge else buffer)
@@ -322,6 +323,7 @@ class Dispatcher:
                 return self._ended(attempt, outcome)
             if attempt.aborting:
                 return e.AbortDone(send.request, send.attempt, pending.made)
+            pending.read()
             pending.cut()
             calls += 1
 
@@ -353,7 +355,7 @@ class Dispatcher:
         async with contextlib.aclosing(_deltas(engine, request)) as pieces:
             async for piece in pieces:
                 self._require_current(attempt)
-                if request.piece != 1 and (piece.token_ids or piece.extra):
+                if request.piece != 1 and (piece.token_ids or piece.extra or piece.raw):
                     self._require_weights(attempt, updates)
                 finish = piece.finish or finish
                 if buffer is None:
@@ -371,14 +373,15 @@ class Dispatcher:
                     for held_piece in buffer.held:
                         self._take(attempt, held_piece)
                     buffer, attempt.silent = None, False
-                self._core.report_tokens(attempt)
+                if finish is None or attempt.segments:  # else they are reported with the end
+                    self._core.report_tokens(attempt)
         return finish
 
     def _name_version(self, attempt: RequestAttempt) -> None:
         """Engines report the weights that they were started with by a name, not by a number."""
-        handle, view = self._core.handles.get(attempt.worker), self._core.machine.worker(attempt.worker)
-        if handle is not None and view is not None and handle.state is not None and handle.state.version is not None:
-            attempt.named = {handle.state.version: view.version}
+        handle, worker = self._core.handles.get(attempt.worker), self._core.machine.state.workers.get(attempt.worker)
+        if handle is not None and worker is not None and handle.state is not None and handle.state.version is not None:
+            attempt.named = {handle.state.version: worker.version}
 
     def _weight_updates(self, attempt: RequestAttempt) -> int:
         handle = self._core.handles.get(attempt.worker)
@@ -388,8 +391,7 @@ class Dispatcher:
         """Tokens of a piece need a single version of the weights."""
         if self._weight_updates(attempt) != updates:
             raise WeightsChangedError(
-                "the weights changed while it ran, and it is not known which made its tokens",
-                engine=attempt.worker,
+                "the weights changed while it ran, and it is not known which made its tokens", engine=attempt.worker
             )
 
     def _require_current(self, attempt: RequestAttempt) -> None:
@@ -398,7 +400,7 @@ class Dispatcher:
             raise EngineError("the attempt was superseded", engine=attempt.worker)
 
     def _take(self, attempt: RequestAttempt, piece: StreamDelta) -> None:
-        if piece.version is not None and piece.token_ids:
+        if piece.version is not None and (piece.token_ids or piece.raw):
             version = version_number(piece.version)
             version = attempt.named.get(piece.version) if version is None else version
             if version != attempt.version:

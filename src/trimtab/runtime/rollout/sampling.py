@@ -7,15 +7,27 @@ version of the weights for each run of tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, RequestSpec, Span
-from trimtab.runtime.engines.engine import ROUTED_EXPERTS, ForwardRequest, GenerateRequest, StreamDelta, TopLogprobs
+from trimtab.runtime.engines.engine import (
+    ROUTED_EXPERTS,
+    ForwardRequest,
+    GenerateRequest,
+    MalformedOutput,
+    RawAnswer,
+    StreamDelta,
+    TopLogprobs,
+)
 
+TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 WITHOUT_STATE = frozenset({"ignore_eos", "min_p", "logit_bias", "skip_special_tokens", "priority"})
 """Fields of `extra` whose effect on a token does not depend on the tokens before it."""
 
@@ -73,33 +85,13 @@ class SamplingParams:
         return replace(self, n=1, seed=self.seed + index)
 
     def engine_request(
-        self,
-        name: str,
-        token_ids: tuple[int, ...],
-        max_tokens: int,
-        min_tokens: int,
-        piece: int | None = 1,
-        cache_key: str = "",
-        *,
-        stops: bool = True,
-    ) -> GenerateRequest:
+        self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int, piece: int | None = 1,
+        cache_key: str = "", *, stops: bool = True, raw: bool = False,
+    ) -> GenerateRequest:  # fmt: skip
         return GenerateRequest(
-            name,
-            token_ids,
-            max_tokens,
-            min_tokens,
-            self.stop if stops else (),
-            self.stop_ids,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.seed,
-            self.logprobs,
-            self.extra,
-            piece,
-            cache_key,
-            self.lora,
-        )
+            name, token_ids, max_tokens, min_tokens, self.stop if stops else (), self.stop_ids, self.temperature,
+            self.top_p, self.top_k, self.seed, self.logprobs, self.extra, piece, cache_key, self.lora, raw,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,6 +113,7 @@ class Sample:
     missing: int = 0  # generated tokens whose ids are unknown
     lora: str | None = None  # the adapter that made it
     extra: Mapping[str, Any] = field(default_factory=dict)  # what else the engine said of the whole answer
+    raw: RawAnswer | None = None  # instead of tokens, which then count as missing, and of their text
 
     @property
     def ok(self) -> bool:
@@ -202,7 +195,8 @@ def checked_prompt(prompt: Sequence[int], where: str) -> tuple[int, ...]:
         raise InputError(f"the prompt is a {type(prompt).__name__}", where=where, hint="a list of token ids") from None
     if not ids:
         raise InputError("the prompt has no tokens", where=where)
-    if set(map(type, ids)) == {int} and min(ids) >= 0:
+    with contextlib.suppress(ValueError):
+        msgspec.convert(ids, TokenIds)
         return ids
     checked = []
     for token in ids:  # numpy integers
@@ -247,6 +241,8 @@ class PendingRequest:
     restarts: int = 0
     forward: ForwardRequest | None = None  # set for a call that goes to an engine as it is, instead of a prompt
     extra: Mapping[str, Any] = field(default_factory=dict)  # of the whole answer
+    takes_raw: bool = False  # the client takes the answer as the engine wrote it
+    raw: RawAnswer | None = None  # all of this attempt, until it is read
 
     @property
     def text(self) -> str:
@@ -255,10 +251,17 @@ class PendingRequest:
     @property
     def made(self) -> int:
         """Tokens of this attempt, including unidentified ones."""
-        return len(self.ids) - self.base + self.missing
+        return len(self.ids) - self.base + self.missing + (0 if self.raw is None else self.raw.tokens)
+
+    def read(self) -> None:
+        """Reads what an engine wrote."""
+        if self.raw is not None:
+            delta, self.raw = self.raw.delta(self.params.logprobs), None
+            self.take(delta)
 
     def begin(self, attempt: int, worker: str, resumed: int) -> None:
         """Starts an attempt that continues from `resumed` tokens."""
+        self.read()
         if self.attempt and resumed:
             self.moves += 1
         elif self.attempt and (self.ids or self.forward is not None):
@@ -277,6 +280,10 @@ class PendingRequest:
             self.send_all()  # send what was kept again
 
     def take(self, piece: StreamDelta) -> None:
+        if piece.raw is not None:
+            self.raw, self.stopped_by = piece.raw, piece.stopped_by
+            return
+        self.read()
         self.ids += piece.token_ids
         if piece.logprobs is not None:
             self.logprobs += piece.logprobs
@@ -330,23 +337,17 @@ class PendingRequest:
         """Answers the client, once."""
         if self.answered.done():
             return
+        raw = self.raw if end in (End.stop, End.length) and self.raw is not None and self.raw.ended else None
+        if raw is None:
+            with contextlib.suppress(MalformedOutput, TypeError, ValueError, IndexError):
+                self.read()
         sample = Sample(
-            self.spec.id,
-            tuple(self.ids),
-            end,
-            reason,
+            self.spec.id, tuple(self.ids), end, reason,
             tuple(self.logprobs) if self.params.logprobs is not None else None,
-            tuple(self.best) if self.params.logprobs else None,
-            self.text,
-            spans,
-            tuple(self.workers),
-            self.moves,
-            self.restarts,
-            self.stopped_by,
-            self.missing,
-            self.params.lora,
-            self.extra if self.forward is not None or end in (End.stop, End.length) else {},
-        )
+            tuple(self.best) if self.params.logprobs else None, self.text, spans, tuple(self.workers),
+            self.moves, self.restarts, self.stopped_by, self.missing + (0 if raw is None else raw.tokens),
+            self.params.lora, self.extra if self.forward is not None or end in (End.stop, End.length) else {}, raw,
+        )  # fmt: skip
         self._send_chunk(Chunk(self.index, sample=sample))
         self.answered.set_result(sample)
 
