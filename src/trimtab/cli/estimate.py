@@ -69,6 +69,9 @@ def estimate(
     judge_seconds: Annotated[
         float | None, typer.Option("--judge-seconds", help="Seconds that a judge on GPUs of its own adds.")
     ] = None,
+    judge: Annotated[
+        str | None, typer.Option("--judge", help="Model that judges answers on GPUs of its own: MODEL:GPUS:TOKENS.")
+    ] = None,
     oversample: Annotated[
         float | None, typer.Option("--oversample", help="Answers decoded for each trained on (dynamic sampling).")
     ] = None,

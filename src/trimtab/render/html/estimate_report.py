@@ -66,6 +66,7 @@ def _headline(data: Data) -> str:
         stale = data["staleness"]
         tiles.append(Tile("Staleness", f"{stale['mean']:g}", f"steps on average, {stale['greatest']:g} at most"))
     apart = f", {data['rollout_gpus']} of them for rollout" if data["rollout_gpus"] else ""
+    apart += f" and {data['judge_gpus']} for a judge" if data["judge_gpus"] else ""
     lede = (
         f"{data['parameters'] / 1e9:.1f}B parameters on {data['gpus']} {data['gpu']}{apart}, {data['mode']}. "
         f"Low and high are meant to hold nine of ten measured values; {data['host_memory_gb']:g} GB of host memory per "
@@ -101,11 +102,11 @@ def step_chart(data: Data) -> Chart:
     alone = sum(stages[name]["likely"] for name in ALONE if name in stages)
     for name in sorted(stages, key=lambda name: name in ALONE):
         stage = stages[name]
-        apart = beside and name == "generate"
+        apart = beside and name in ("generate", "judge")
         if name in ALONE:
             at = max(at, seconds - alone)
             alone -= stage["likely"]
-        start = 0.0 if apart else at
+        start = stages["generate"]["likely"] if name == "judge" else 0.0 if apart else at
         end = min(start + stage["likely"], seconds)
         row = "rollout" if apart else "training" if beside else "all GPUs"
         rows.setdefault(row, []).append(ChartBar(start, end, name))

@@ -58,10 +58,15 @@ def warnings(settings: Settings) -> list[str]:
         notes.append(f"never compared: no public step on {run.gpu.name}")
     if settings.framework not in ("nemo-rl",):
         notes.append(f"never compared: no complete public step of {settings.framework}, the constants are NeMo RL's")
-    if run.turns > 1 or run.tool_seconds or run.image_tokens:
-        notes.append("never compared: turns, tools and images")
-    if run.mode == "async" and (run.partial or run.staleness > 1):
-        notes.append("never compared: partial rollouts and staleness above 1")
+    unlike = {
+        "turns, tools and images": run.turns > 1 or run.tool_seconds or run.image_tokens,
+        "partial rollouts and staleness above 1": run.mode == "async" and (run.partial or run.staleness > 1),
+        "a synchronous run with GPUs of rollout alone": run.mode == "sync" and run.rollout_gpus,
+        "asynchronous runs on shared GPUs": run.mode == "async" and not run.rollout_gpus,
+        "rollout on another GPU kind than training": run.engine.gpu != run.gpu,
+        "a judge": run.judge or run.judge_seconds,
+    }
+    notes += [f"never compared: {what}" for what, there in unlike.items() if there]
     if not run.trainer.lora_rank and run.trainer.gpus > 1:
         notes.append(UNVALIDATED)
     return notes
@@ -85,6 +90,7 @@ def as_data(
         "gpu": run.gpu.name,
         "gpus": run.gpus,
         "rollout_gpus": run.rollout_gpus,
+        "judge_gpus": run.judge_gpus,
         "mode": run.mode,
         "step_seconds": _range(found.seconds),
         "stages": {
@@ -198,6 +204,7 @@ def show(data: Mapping[str, Any]) -> None:
     active = data["active_parameters"]
     used = "" if active == data["parameters"] else f", {active / 1e9:.1f}B used by a token"
     apart = f", {data['rollout_gpus']} of them for rollout" if data["rollout_gpus"] else ""
+    apart += f" and {data['judge_gpus']} for a judge" if data["judge_gpus"] else ""
     out.print(
         f"{data['model']} ({data['parameters'] / 1e9:.1f}B parameters{used}) on {data['gpus']} {data['gpu']}{apart}, "
         f"{data['mode']}",
