@@ -333,8 +333,7 @@ def _peaks() -> list[tuple[rows.Point, rows.Trainer, Mapping[str, str], float]]:
     ]
 
 
-def scores() -> list[Score]:
-    judge = Judge()
+def scores(judge: Judge) -> list[Score]:
     return [
         *step_scores(judge),
         *choosing_scores(judge),
@@ -350,7 +349,8 @@ def scores() -> list[Score]:
 def main() -> None:
     if "--aiconfigurator" in sys.argv:
         aiconfigurator.ask(sys.argv[sys.argv.index("--aiconfigurator") + 1], rows.read("serving_points"))
-    found = scores()
+    judge = Judge()
+    found = scores(judge)
     judged, others = rows.step_rows()
     if "--json" in sys.argv:
         print(json.dumps([vars(score) for score in found], indent=1))
@@ -365,7 +365,6 @@ def main() -> None:
     print(
         f"\n{len(judged)} complete steps of {', '.join(frameworks)}, of {len(families)} models: {', '.join(families)}"
     )
-    judge = Judge()
     for row in judged:
         took = judge.step(row)
         print(f"  {row.label:66} measured {row.seconds:7.1f}  estimated {took:7.1f}  {took / row.seconds - 1:+.0%}")

@@ -1,6 +1,6 @@
-"""What NVIDIA's AIConfigurator says of the serving points: seconds per output token from its tables of measured kernels.
+"""What NVIDIA's AIConfigurator says of the serving points: seconds per output token from tables of measured kernels.
 
-It needs an environment of its own (`pip install aiconfigurator`, 850 MB): this file is run by that environment's Python,
+It needs an environment of its own (`pip install aiconfigurator`, 850 MB): that environment's Python runs this file, which
 takes the points as JSON and writes a line for each as soon as it is known. What it said is kept in `aiconfigurator.csv`.
 Only models whose configs it has are asked for, so that it fetches nothing.
 """

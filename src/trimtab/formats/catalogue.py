@@ -142,7 +142,7 @@ def _gpu_of(data: Any, where: str) -> GpuKind:
     return GpuKind(**{**given, "name": name, "source": str(data.get("source", where))})
 
 
-def lengths(path: Path, prompt: float) -> tuple[tuple[float, float], ...]:
+def lengths(path: Path, prompt: float = 0.0) -> tuple[tuple[float, float], ...]:
     """(tokens of prompt and answer, share) pairs of a file: a length a line, `tokens,count`, or JSON with `tokens`.
 
     A dump of answers has the lengths of these alone, to which the prompt is added.

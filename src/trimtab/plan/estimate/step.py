@@ -84,10 +84,6 @@ class RunInputs:
         return self.rollout_gpus or self.gpus
 
     @property
-    def all_gpus(self) -> int:
-        return self.gpus + self.judge_gpus
-
-    @property
     def decoded(self) -> float:
         return self.samples * self.oversample
 
@@ -175,7 +171,7 @@ def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
 
 
 def _judge(run: RunInputs, engine: EngineReplica, generate: float, c: Constants) -> Stage:
-    """What a judge adds: answers are judged as they end, so that what lasts beyond the rollout counts, or the last one."""
+    """What a judge adds: answers are judged as they end, so that what lasts beyond the rollout counts."""
     lengths = Lengths(run.lengths.mean, ((max(1.0, run.judge_tokens), 1.0),))
     slots, limit = slots_of(engine, lengths, SEPARATE_FRACTION, run.max_sequences, ENGINE_RESERVE_GB)
     engines = run.judge_gpus / engine.tp

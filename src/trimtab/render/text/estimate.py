@@ -172,7 +172,7 @@ def _print_what_if(found: Sequence[Mapping[str, Any]]) -> None:
         speedups = sorted(row["speedup"] for row in each["evidence"])
         public = f"{speedups[0]:g}x to {speedups[-1]:g}x in {len(speedups)}" if speedups else "none"
         fit = "" if each["fits"] else "  does not fit"
-        rows.append((each["switch"], f"{_figure(each['step_seconds'])}{fit}", f"{each['speedup']:.2f}x", public))
+        rows.append((each["switch"], f"{figure(each['step_seconds'])}{fit}", f"{each['speedup']:.2f}x", public))
     out.print()
     out.print(text_table(("what if", ">seconds", ">faster", "public rows"), rows))
     lines = [f"{each['switch']}: {'; '.join(each['conditions'])}" for each in found]
@@ -199,15 +199,18 @@ def _range(values: Interval) -> dict[str, float]:
     return {name: float(f"{getattr(values, name):.4g}") for name in ("low", "likely", "high")}
 
 
+def apart(data: Mapping[str, Any]) -> str:
+    rollout = f", {data['rollout_gpus']} of them for rollout" if data["rollout_gpus"] else ""
+    return rollout + (f" and {data['judge_gpus']} for a judge" if data["judge_gpus"] else "")
+
+
 def show(data: Mapping[str, Any]) -> None:
     """The data of `as_data` as text."""
     active = data["active_parameters"]
     used = "" if active == data["parameters"] else f", {active / 1e9:.1f}B used by a token"
-    apart = f", {data['rollout_gpus']} of them for rollout" if data["rollout_gpus"] else ""
-    apart += f" and {data['judge_gpus']} for a judge" if data["judge_gpus"] else ""
     out.print(
-        f"{data['model']} ({data['parameters'] / 1e9:.1f}B parameters{used}) on {data['gpus']} {data['gpu']}{apart}, "
-        f"{data['mode']}",
+        f"{data['model']} ({data['parameters'] / 1e9:.1f}B parameters{used}) on {data['gpus']} {data['gpu']}"
+        f"{apart(data)}, {data['mode']}",
         markup=False,
     )
     rows = [("step", *_cells(data["step_seconds"]), "")]
@@ -239,7 +242,7 @@ def show(data: Mapping[str, Any]) -> None:
     if "sizes" in data:
         rows = [
             (
-                *(str(size["gpus"]), _text(size["step_seconds"]), _figure(size["gpu_hours"]["likely"])),
+                *(str(size["gpus"]), _text(size["step_seconds"]), figure(size["gpu_hours"]["likely"])),
                 *(size["rollout"], size["train"].removeprefix("backend=")),
             )
             for size in data["sizes"]
@@ -259,7 +262,7 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def _cells(values: Mapping[str, Any]) -> tuple[str, str, str]:
-    return _figure(values["low"]), _figure(values["likely"]), _figure(values["high"])
+    return figure(values["low"]), figure(values["likely"]), figure(values["high"])
 
 
 def _text(values: Mapping[str, float]) -> str:
@@ -267,5 +270,5 @@ def _text(values: Mapping[str, float]) -> str:
     return f"{likely} ({low} to {high})"
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
