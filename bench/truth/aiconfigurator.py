@@ -1,7 +1,7 @@
 """What NVIDIA's AIConfigurator says of the serving points: seconds per output token from tables of measured kernels.
 
-It needs an environment of its own (`pip install aiconfigurator`, 850 MB): that environment's Python runs this file, which
-takes the points as JSON and writes a line for each as soon as it is known. What it said is kept in `aiconfigurator.csv`.
+It needs an environment of its own (`pip install aiconfigurator`, 850 MB), whose Python runs this file. The file
+takes the points as JSON and writes a line for each once it is known; what was said is kept in `aiconfigurator.csv`.
 Only models whose configs it has are asked for, so that it fetches nothing.
 """
 
