@@ -62,7 +62,6 @@ def warnings(settings: Settings) -> list[str]:
         "turns, tools and images": run.turns > 1 or run.tool_seconds or run.image_tokens,
         "partial rollouts and staleness above 1": run.mode == "async" and (run.partial or run.staleness > 1),
         "a synchronous run with GPUs of rollout alone": run.mode == "sync" and run.rollout_gpus,
-        "asynchronous runs on shared GPUs": run.mode == "async" and not run.rollout_gpus,
         "rollout on another GPU kind than training": run.engine.gpu != run.gpu,
         "a judge": run.judge or run.judge_seconds,
     }
