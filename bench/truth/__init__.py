@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.truth import choosing, fit, pairs, rows, switches
+from bench.truth import aiconfigurator, choosing, fit, pairs, rows, switches
 from bench.truth.fit import Errors
 from bench.truth.rows import StepRow
 from trimtab.plan.estimate.constants import CONSTANTS, Constants
@@ -27,6 +27,9 @@ KNOWN = 0.5
 """Share of a known row's error that is taken over, on the same kind of GPU."""
 CLOSE = 0.05
 """Pairs that differ by less are no pairs."""
+LEAST_POINTS = 10
+"""Of an engine, model and GPU kind that are shown apart."""
+PER_ENGINE: dict[str, tuple[int, float, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -222,10 +225,38 @@ def serving_scores() -> list[Score]:
         errors[own] = fit.serving_errors(fit.fit_serving(family, fit.START), work, measured)[own]
     plain = np.log((work.weights + work.experts + work.cache) / measured)
     hopper = np.array([point.group in ("h100", "h200") for point in points])
-    return [
+    theirs = aiconfigurator_errors(points)
+    known = ~np.isnan(theirs)
+    lines = [
         errors_line("serving on H100 and H200, seconds per output token", errors[hopper], plain[hopper], (0.12, 0.40)),
         errors_line("serving on Blackwell, seconds per output token", errors[~hopper], plain[~hopper], None),
     ]
+    for name, own in (("H100 and H200", hopper & known), ("Blackwell", ~hopper & known)):
+        lines.append(errors_line(f"  points on {name} that AIConfigurator knows", errors[own], plain[own], None))
+        lines.append(errors_line("    AIConfigurator itself", theirs[own], None, None))
+    PER_ENGINE.update(per_engine(points, errors, theirs))
+    return lines
+
+
+def aiconfigurator_errors(points: Sequence[rows.Point]) -> Errors:
+    """Logarithms of what AIConfigurator says over what was measured; NaN where it has no answer."""
+    said = aiconfigurator.stored()
+    return np.log(np.array([said.get(point.label) or np.nan for point in points]) / [point.value for point in points])
+
+
+def per_engine(points: Sequence[rows.Point], errors: Errors, theirs: Errors) -> dict[str, tuple[int, float, float]]:
+    """(points, our median error, AIConfigurator's) for each engine, model and GPU kind that it knows."""
+    table = {row["id"]: row for row in rows.read("serving_points")}
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, point in enumerate(points):
+        if not np.isnan(theirs[i]):
+            row = table[point.label]
+            groups[f"{row['backend']}, {row['model'].rpartition('/')[2]}, {row['precision']}, {point.group}"].append(i)
+    return {
+        name: (len(own), median_p90(errors[own])[0], median_p90(theirs[own])[0])
+        for name, own in sorted(groups.items())
+        if len(own) >= LEAST_POINTS
+    }
 
 
 def trainer_scores(judge: Judge) -> list[Score]:
@@ -302,8 +333,7 @@ def _peaks() -> list[tuple[rows.Point, rows.Trainer, Mapping[str, str], float]]:
     ]
 
 
-def scores() -> list[Score]:
-    judge = Judge()
+def scores(judge: Judge) -> list[Score]:
     return [
         *step_scores(judge),
         *choosing_scores(judge),
@@ -317,7 +347,10 @@ def scores() -> list[Score]:
 
 
 def main() -> None:
-    found = scores()
+    if "--aiconfigurator" in sys.argv:
+        aiconfigurator.ask(sys.argv[sys.argv.index("--aiconfigurator") + 1], rows.read("serving_points"))
+    judge = Judge()
+    found = scores(judge)
     judged, others = rows.step_rows()
     if "--json" in sys.argv:
         print(json.dumps([vars(score) for score in found], indent=1))
@@ -332,7 +365,6 @@ def main() -> None:
     print(
         f"\n{len(judged)} complete steps of {', '.join(frameworks)}, of {len(families)} models: {', '.join(families)}"
     )
-    judge = Judge()
     for row in judged:
         took = judge.step(row)
         print(f"  {row.label:66} measured {row.seconds:7.1f}  estimated {took:7.1f}  {took / row.seconds - 1:+.0%}")
@@ -340,6 +372,10 @@ def main() -> None:
     for each in choosing.alternatives(judge.constants):
         print(f"  {each.label:66} of {each.count} {'' if each.complete else '(assumed) '}{each.regret:+.0%}")
     print_pairs(judge)
+    print("\nSeconds per output token: median error of the estimate and of AIConfigurator, on points that both know")
+    for name, (count, ours, theirs) in PER_ENGINE.items():
+        better = "AIConfigurator's is smaller" if theirs < ours else ""
+        print(f"  {name:66} {count:>4}  {ours:6.1%} {theirs:6.1%}  {better}")
     print("\nSwitches, how much faster they made a stage")
     for gain in switches.gains(judge.constants):
         print(f"  {gain.label:86} measured {gain.measured:5.2f}x  estimated {gain.estimated:5.2f}x")

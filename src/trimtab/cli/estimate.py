@@ -69,6 +69,9 @@ def estimate(
     judge_seconds: Annotated[
         float | None, typer.Option("--judge-seconds", help="Seconds that a judge on GPUs of its own adds.")
     ] = None,
+    judge: Annotated[
+        str | None, typer.Option("--judge", help="Model that judges answers on GPUs of its own: MODEL:GPUS:TOKENS.")
+    ] = None,
     oversample: Annotated[
         float | None, typer.Option("--oversample", help="Answers decoded for each trained on (dynamic sampling).")
     ] = None,
@@ -107,7 +110,11 @@ def estimate(
 
     if not 1 <= steps <= run_settings.MOST or (price is not None and not 0 <= price <= run_settings.MOST):
         raise InputError("--steps is a count from 1, --price a number from 0")
-    inputs = _of_file(file, overrides or [])
+    inputs: dict[str, Any] = {}
+    if file is not None:
+        from trimtab.formats.frameworks import run_inputs
+
+        inputs = run_inputs.read(file, overrides or [])
     for key in ("file", "overrides", "measured", "switches", "report"):
         given.pop(key, None)
     settings = run_settings.build(run_settings.merged(inputs, given))
@@ -142,14 +149,6 @@ def _profile(path: Path | None) -> Profile | None:
         for name, kinds in points.items()
     )
     return Profile(str(path), tuple(components))
-
-
-def _of_file(file: Path | None, overrides: list[str]) -> dict[str, Any]:
-    if file is None:
-        return {}
-    from trimtab.formats.frameworks import run_inputs
-
-    return run_inputs.read(file, overrides)
 
 
 def _refuse_what_does_not_fit(found: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from trimtab.core.errors import InputError, unknown
 from trimtab.formats import yaml_text
 from trimtab.formats.files import is_folder
+from trimtab.formats.logs.lengths import TOKEN_KEYS
 from trimtab.model.architecture import Architecture, from_config
 from trimtab.model.gpus import GpuKind
 
@@ -141,19 +142,22 @@ def _gpu_of(data: Any, where: str) -> GpuKind:
     return GpuKind(**{**given, "name": name, "source": str(data.get("source", where))})
 
 
-def lengths(path: Path) -> tuple[tuple[float, float], ...]:
-    """(tokens of prompt and answer, share) pairs of a file: a length a line, `tokens,count`, or JSON with `tokens`."""
+def lengths(path: Path, prompt: float = 0.0) -> tuple[tuple[float, float], ...]:
+    """(tokens of prompt and answer, share) pairs of a file: a length a line, `tokens,count`, or JSON with `tokens`.
+
+    A dump of answers has the lengths of these alone, to which the prompt is added.
+    """
     pairs: dict[float, float] = {}
     for number, line in enumerate(yaml_text.read_text(path).splitlines(), start=1):
         if not line.strip() or (number == 1 and line[0].isalpha()):
             continue
         try:
-            tokens, count = _length(line)
+            tokens, count = _length(line, prompt)
         except (ValueError, KeyError, TypeError):
             raise InputError(
                 f"this line holds no length: {line:.60}",
                 where=f"{path}, line {number}",
-                hint="a line is a count of tokens, or tokens,count, or a JSON object with the key tokens",
+                hint="a line is a count of tokens, or tokens,count, or a JSON object with tokens or response_tokens",
             ) from None
         pairs[tokens] = pairs.get(tokens, 0.0) + count
     total = sum(pairs.values())
@@ -162,11 +166,14 @@ def lengths(path: Path) -> tuple[tuple[float, float], ...]:
     return tuple((tokens, count / total) for tokens, count in sorted(pairs.items()))
 
 
-def _length(line: str) -> tuple[float, float]:
+def _length(line: str, prompt: float) -> tuple[float, float]:
     if line.lstrip().startswith("{"):
         data = json.loads(line)
-        key = next((key for key in ("tokens", "total_tokens", "length") if key in data), "tokens")
-        pair: Iterable[float] = (float(data[key]), 1.0)
+        whole = next((data[key] for key in ("tokens", "total_tokens", "length") if key in data), None)
+        if whole is None:  # a log or dump of answers
+            answer = next((data[key] for key in TOKEN_KEYS if key in data), None)
+            whole = (len(answer) if isinstance(answer, list) else answer) + data.get("prompt_tokens", prompt)
+        pair: Iterable[float] = (float(whole), 1.0)
     else:
         words = line.replace("\t", ",").split(",")
         pair = (float(words[0]), float(words[1]) if len(words) > 1 else 1.0)

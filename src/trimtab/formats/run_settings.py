@@ -78,6 +78,12 @@ def build(given: Mapping[str, Any], c: Constants = CONSTANTS) -> Settings:
     return _Builder(dict(given), c).settings()
 
 
+def _fitting(model: Architecture, precision: str, gpu: GpuKind, gpus: int, fraction: float) -> int:
+    """The least tensor-parallel size with which an engine's weights leave room for a cache."""
+    needed = weight_bytes(model, precision) / (gpu.memory_gb * fraction * 0.6 * 2**30)
+    return next((size for size in range(1, gpus + 1) if gpus % size == 0 and size >= needed), gpus)
+
+
 class _Builder:
     """State while the inputs are completed."""
 
@@ -143,6 +149,7 @@ class _Builder:
             tool_seconds=self._number("tool_seconds", 0.0),
             image_tokens=self._number("image_tokens", 0.0),
             judge_seconds=self._number("judge_seconds", 0.0),
+            **self._judge(rollout_gpu),
             oversample=self._oversample(algorithm),
         )
         offload = str(self.train.get("offload", "all"))
@@ -259,7 +266,7 @@ class _Builder:
             self.assumed.append("prompt: 200 tokens")
         file = self.given.get("lengths")
         if file:
-            pairs = catalogue.lengths(Path(str(file)))
+            pairs = catalogue.lengths(Path(str(file)), float(prompt))
             return Lengths.of(pairs, min(float(prompt), pairs[0][0] - 1 if pairs[0][0] > 1 else 0.0))
         most = self.given.get("max_tokens")
         if most is None:
@@ -275,9 +282,7 @@ class _Builder:
         precision = self._precision(self.rollout, "precision", "bf16")
         tp = self._whole(self.rollout, "tp", 0)
         if not tp:
-            room = gpu.memory_gb * (SHARED_FRACTION if shared else SEPARATE_FRACTION) * 0.6 * 2**30
-            needed = weight_bytes(model, precision) / room
-            tp = next((size for size in range(1, gpus + 1) if gpus % size == 0 and size >= needed), gpus)
+            tp = _fitting(model, precision, gpu, gpus, SHARED_FRACTION if shared else SEPARATE_FRACTION)
             if self.free is None or not self.free.engine:
                 self.assumed.append(f"rollout: tensor-parallel size {tp}")
         # With dp, attention is divided by requests and experts are over all tp x dp GPUs; a dense engine is a replica.
@@ -287,6 +292,20 @@ class _Builder:
         kv = self._precision(self.rollout, "kv", "bf16")
         backend = str(self.rollout.get("backend", "vllm"))
         return EngineReplica(model, gpu, tp * wide, wide, precision, kv, backend)
+
+    def _judge(self, gpu: GpuKind) -> dict[str, Any]:
+        """A judge or reward model that is a server: `MODEL:GPUS:TOKENS`, its verdict of so many tokens."""
+        if not self.given.get("judge"):
+            return {}
+        name, gpus, tokens = (*str(self.given["judge"]).split(":"), "", "")[:3]
+        model = catalogue.model(name)[1]
+        sizes = {"GPUs of --judge": catalogue.number_or_word(gpus or "1")}
+        sizes["tokens of --judge"] = catalogue.number_or_word(tokens or "1")
+        own, verdict = (self._whole(sizes, what, 1) for what in sizes)
+        if not gpus or not tokens:
+            self.assumed.append(f"judge: {own} GPUs, verdicts of {verdict} tokens")
+        engine = EngineReplica(model, gpu, _fitting(model, "bf16", gpu, own, SEPARATE_FRACTION))
+        return {"judge": engine, "judge_gpus": own, "judge_tokens": float(verdict)}
 
     def _trainer(self, model: Architecture, gpu: GpuKind, gpus: int, lengths: Lengths, framework: str) -> Trainer:
         sizes = {name: self._whole(self.train, name, 1) for name in ("tp", "pp", "cp", "ep")}

@@ -89,6 +89,8 @@ def test_what_is_not_given_is_chosen_and_told(capsys: pytest.CaptureFixture[str]
         (("--model", "qwen3-8b", "--gpu", "h100", "--rollout", "tp=-1"), ("tp is -1", "count")),
         (("--model", "qwen3-30b-a3b", "--gpu", "h100", "--rollout", "ep=4"), ("unknown key ep", "--rollout")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--gpus", "0"), ("--gpus is 0", "count")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--judge", "qwen3-33b:4"), ("unknown model qwen3-33b", "qwen3-32b?")),
+        (("--model", "qwen3-8b", "--gpu", "h100", "--judge", "qwen3-32b:x"), ("GPUs of --judge is 'x'", "count")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--rollout", "memory=2"), ("share of memory", "--rollout")),
         (("--model", "qwen3-8b", "--gpu", "h100", "--mean-tokens", "9000"), ("does not lie between", "--max-tokens")),
     ],
@@ -271,6 +273,34 @@ def test_switches_say_their_gain_their_condition_and_their_public_rows(capsys: p
     assert "When it pays" in text
 
 
+def test_unfinished_answers_that_go_on_make_a_synchronous_run_asynchronous(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, *QWEN, "--what-if", "partial,async+partial,partial+async", "--format", "json")
+    alone, *both = json.loads(out)["what_if"]
+    assert alone["rollout_gpus"]
+    assert all(each["speedup"] == alone["speedup"] for each in both)
+
+
+def test_a_judge_has_gpus_memory_and_time_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    without, few, many = (
+        json.loads(call(capsys, *QWEN, *judge, "--format", "json")[1])
+        for judge in ((), ("--judge", "qwen2.5-72b:4:500"), ("--judge", "qwen2.5-72b:16:500"))
+    )
+    assert few["stages"]["judge"]["likely"] > many["stages"]["judge"]["likely"] > 0
+    assert few["step_seconds"]["likely"] > many["step_seconds"]["likely"] > without["step_seconds"]["likely"]
+    assert few["memory_gb"]["judge"]["terms"]["weights"] > 30  # over four GPUs
+    assert many["gpus"] == without["gpus"]
+    hours = many["hours"]["likely"] * (many["gpus"] + 16)
+    assert many["gpu_hours"]["likely"] == pytest.approx(hours, rel=1e-3)
+    assert "never compared: a judge" in many["warnings"]
+
+
+def test_rollout_on_another_gpu_kind_is_said_to_be_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, *QWEN, "--mode", "separate", "--rollout-gpu", "h20", "--format", "json")
+    notes = json.loads(out)["warnings"]
+    assert "never compared: rollout on another GPU kind than training" in notes
+    assert "never compared: a synchronous run with GPUs of rollout alone" in notes
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -278,7 +308,6 @@ def test_switches_say_their_gain_their_condition_and_their_public_rows(capsys: p
         ("spec-decode:2", "acceptance of spec-decode is 2"),
         ("spec-decode:x", "acceptance of spec-decode is x"),
         ("lora:8:9", "takes 1 numbers"),
-        ("partial", "partial goes with async"),
     ],
 )
 def test_a_switch_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:

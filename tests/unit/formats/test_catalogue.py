@@ -89,6 +89,8 @@ def test_lengths_come_from_plain_numbers_counts_or_a_log(tmp_path: Path) -> None
     assert catalogue.lengths(file) == ((100, 0.5), (300, 0.5))
     file.write_text("\n".join(json.dumps({"tokens": n}) for n in (5, 5)))
     assert catalogue.lengths(file) == ((5, 1.0),)
+    file.write_text('{"response_tokens": 60}\n{"response_length": [1, 2, 3], "prompt_tokens": 7}\n')
+    assert catalogue.lengths(file, 40.0) == ((10, 0.5), (100, 0.5))  # a dump of answers
     for text in ("100\nlong\n", '100\n{"words": 3}\n', "100\n-5\n", "100\nnan\n"):
         file.write_text(text)
         with pytest.raises(InputError, match="line 2"):

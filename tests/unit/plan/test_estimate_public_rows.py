@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3])]
 
-from bench.truth import choosing, pairs, switches  # noqa: E402
+from bench.truth import aiconfigurator, choosing, pairs, rows, switches  # noqa: E402
 
 from trimtab.plan.estimate.constants import CONSTANTS  # noqa: E402
 
@@ -37,3 +37,13 @@ def test_the_better_of_two_published_modes_is_proposed_from_the_synchronous_one(
     assert sum(pair.right for pair in judged) >= 0.8 * len(judged)
     assert any(pair.reason and not pair.judged for pair in found)  # a GPU kind that no table has is said, not guessed
     assert not any(pair.judged for pair in found if not pair.same_gpus)
+
+
+def test_another_estimator_was_asked_for_every_serving_point() -> None:
+    points = rows.read("serving_points")
+    said = aiconfigurator.stored()
+    assert set(said) == {point["id"] for point in points}
+    assert sum(value is not None for value in said.values()) > 1800
+    asked = [aiconfigurator.settings(point) for point in points]
+    assert all(each["batch_size"] >= 1 for each in asked)  # type: ignore[operator]
+    assert not any(each["moe_ep_size"] for each in asked if "Llama" in str(each["model_path"]))

@@ -6,6 +6,7 @@ chosen and said.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,8 @@ def _int(reader: ConfigReader, *keys: str) -> int | None:
 
 
 def _product(*values: int | None) -> int | None:
-    found = 1
-    for value in values:
-        if value is None:
-            return None
-        found *= value
-    return found
+    known = [value for value in values if value is not None]
+    return math.prod(known) if len(known) == len(values) else None
 
 
 def _sum(a: int | None, b: int | None) -> int | None:
@@ -92,17 +89,22 @@ def _number(reader: ConfigReader, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def _megatron(reader: ConfigReader, section: str) -> Inputs:
+    """Parallel sizes under Megatron's names."""
+    return {
+        "tp": _int(reader, f"{section}.tensor_model_parallel_size", f"{section}.tensor_parallel_size"),
+        "pp": _int(reader, f"{section}.pipeline_model_parallel_size"),
+        "cp": _int(reader, f"{section}.context_parallel_size"),
+        "ep": _int(reader, f"{section}.expert_model_parallel_size"),
+    }
+
+
 def _verl(reader: ConfigReader) -> Inputs:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     n = _int(reader, f"{rollout}.n") or 1
     megatron = reader.text(f"{actor}.strategy", "fsdp") == "megatron"
-    sizes = {
-        "tp": _int(reader, f"{actor}.megatron.tensor_model_parallel_size"),
-        "pp": _int(reader, f"{actor}.megatron.pipeline_model_parallel_size"),
-        "cp": _int(reader, f"{actor}.megatron.context_parallel_size"),
-        "ep": _int(reader, f"{actor}.megatron.expert_model_parallel_size"),
-    }
-    train: Inputs = sizes if megatron else {"cp": _int(reader, f"{actor}.ulysses_sequence_parallel_size")}
+    ulysses = {"cp": _int(reader, f"{actor}.ulysses_sequence_parallel_size")}
+    train = _megatron(reader, f"{actor}.megatron") if megatron else ulysses
     train["lora"] = _int(reader, "actor_rollout_ref.model.lora_rank")
     adv = reader.text("algorithm.adv_estimator", "gae")
     mode = mode_of(reader)
@@ -166,10 +168,7 @@ def _nemo_rl(reader: ConfigReader) -> Inputs:
             "memory": _number(reader, "policy.generation.vllm_cfg.gpu_memory_utilization"),
         },
         "train": {
-            "tp": _int(reader, f"{key}.tensor_model_parallel_size", f"{key}.tensor_parallel_size"),
-            "pp": _int(reader, f"{key}.pipeline_model_parallel_size"),
-            "cp": _int(reader, f"{key}.context_parallel_size"),
-            "ep": _int(reader, f"{key}.expert_model_parallel_size"),
+            **_megatron(reader, key),
             "backend": "megatron" if megatron else "fsdp",
         },
     }
@@ -212,11 +211,7 @@ def _rlinf(reader: ConfigReader) -> Inputs:
             "memory": _number(reader, "rollout.gpu_memory_utilization"),
             "sequences": _int(reader, "rollout.max_running_requests"),
         },
-        "train": {
-            "tp": _int(reader, "actor.model.tensor_model_parallel_size"),
-            "pp": _int(reader, "actor.model.pipeline_model_parallel_size"),
-            "cp": _int(reader, "actor.model.context_parallel_size"),
-        },
+        "train": _megatron(reader, "actor.model"),
     }
 
 

@@ -27,21 +27,14 @@ def no_room(run: RunSetup) -> Iterator[CheckFinding]:
     model, gpu = run.model, run.gpu
     if model is None or gpu is None or not run.rollout_memory:
         return
-    room = gpu_memory.cache_gb(run, model, gpu)
-    if room > 0:
+    if gpu_memory.cache_gb(run, model, gpu) > 0:
         return
-
-    def fits(changed: RunSetup) -> bool:
-        assert changed.model is not None
-        assert changed.gpu is not None
-        return gpu_memory.cache_gb(changed, changed.model, changed.gpu) > 0.02 * changed.gpu.memory_gb
-
     yield CheckFinding(
         "no memory for the engine's cache",
         f"weights {gpu_memory.engine_weights(run, model):.1f} GB and activations "
         f"{gpu_memory.prefill_gb(run, model):.1f} GB fill its share of {gpu_memory.engine_share(run, gpu):.1f} GB",
         ("rollout_memory", "rollout_tp"),
-        cures.tried(run, MORE_ROOM, fits),
+        cures.tried(run, MORE_ROOM, lambda other: gpu_memory.cache_gb(other, model, gpu) > 0.02 * gpu.memory_gb),
     )
 
 
@@ -55,10 +48,8 @@ def one_sequence(run: RunSetup) -> Iterator[CheckFinding]:
         return
 
     def fits(changed: RunSetup) -> bool:
-        assert changed.model is not None
-        assert changed.gpu is not None
         needed = changed.held_tokens or 0
-        return gpu_memory.cache_tokens(changed, changed.model, changed.gpu, needed) >= needed
+        return gpu_memory.cache_tokens(changed, model, gpu, needed) >= needed
 
     least = run.longest or 0
     shorter = (Remedy({"rollout_max_length": least}, "nothing: no answer is longer"),) if least < held else ()

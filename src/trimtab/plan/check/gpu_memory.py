@@ -188,11 +188,11 @@ def phases(run: RunSetup) -> Iterator[Phase]:
     if run.rollout_memory:
         own = [("engine's share", share), ("graphs", graphs)]
         others = [*parked, *beside, ("process", context)] if run.shared else [("process", 0.5)]
-        yield Phase("generate", _stated([*own, *others]), limit, spread)
+        yield Phase("generate", stated([*own, *others]), limit, spread)
     full = 2.0 * model.parameters / GB
     if run.rollout_memory and run.rollout_full_copy and not run.shared:
         terms = [("engine's share", share), ("graphs", graphs), ("a copy of all weights", full)]
-        yield Phase("weight sync", _stated(terms), limit, spread)
+        yield Phase("weight sync", stated(terms), limit, spread)
     asleep: list[tuple[str, float]] = []
     if run.shared and run.rollout_memory:
         asleep = [("engine asleep", ASLEEP_GB if run.rollout_sleeps else share + graphs)]
@@ -200,7 +200,7 @@ def phases(run: RunSetup) -> Iterator[Phase]:
         loaded = full if run.rollout_full_copy else kept.weights
         yield Phase(
             "wake with both weights",
-            _stated(
+            stated(
                 [
                     ("engine", woken + graphs),
                     ("trainer's weights", loaded),
@@ -217,7 +217,7 @@ def phases(run: RunSetup) -> Iterator[Phase]:
     tokens = run.forward_tokens
     if tokens:
         terms = [("weights", kept.weights), ("gathered layers", kept.gathered), ("optimiser", parked[1][1])]
-        yield Phase("log-probs", _stated([*terms, *working(run, model, tokens, training=False), *fixed]), limit, spread)
+        yield Phase("log-probs", stated([*terms, *working(run, model, tokens, training=False), *fixed]), limit, spread)
     tokens = run.update_tokens
     if tokens:
         terms = [
@@ -226,8 +226,8 @@ def phases(run: RunSetup) -> Iterator[Phase]:
             ("optimiser", kept.optimizer),
             ("gathered layers", kept.gathered),
         ]
-        yield Phase("update", _stated([*terms, *working(run, model, tokens, training=True), *fixed]), limit, spread)
+        yield Phase("update", stated([*terms, *working(run, model, tokens, training=True), *fixed]), limit, spread)
 
 
-def _stated(terms: list[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+def stated(terms: list[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
     return tuple((name, size) for name, size in terms if size)

@@ -64,15 +64,15 @@ def phases(run: RunSetup) -> Iterator[Phase]:
     sharded = run.train_backend == "megatron"
     loads = ("loading", gpu_memory.states(run, model).weights * trainers if sharded else once * copies)
     limit = run.host_memory * MONITOR
-    yield Phase("loading", _kept([*base, backup, loads]), limit, 0.0)
+    yield Phase("loading", gpu_memory.stated([*base, backup, loads]), limit, 0.0)
     tokens = (run.samples or 0) * (run.longest or 0) * TOKEN_BYTES * BATCH_COPIES / GB
     nodes = max(1, run.gpus // node)
     batch = ("batch", tokens if nodes == 1 else tokens / 2)
-    yield Phase("a step", _kept([*base, backup, *states, batch]), limit, 0.0)
+    yield Phase("a step", gpu_memory.stated([*base, backup, *states, batch]), limit, 0.0)
     if run.train_save_copies:
         held = gpu_memory.states(run, model)
         saved = ("copies to save", (held.weights + held.optimizer) * trainers)
-        yield Phase("saving", _kept([*base, backup, *states, saved, batch]), limit, 0.0)
+        yield Phase("saving", gpu_memory.stated([*base, backup, *states, saved, batch]), limit, 0.0)
 
 
 def _states(run: RunSetup, model: Architecture, trainers: int) -> list[tuple[str, float]]:
@@ -122,10 +122,6 @@ def host(run: RunSetup) -> Iterator[CheckFinding]:
 
 def _title(name: str) -> str:
     return "a step runs" if name == "a step" else name
-
-
-def _kept(terms: list[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    return tuple((name, size) for name, size in terms if size)
 
 
 RULES = (CheckRule("host-memory", "host memory", host, "OpenRLHF/OpenRLHF#198", "2026-11"),)

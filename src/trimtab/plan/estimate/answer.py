@@ -48,7 +48,7 @@ class Estimate:
         return self.seconds.times(steps / 3600)
 
     def gpu_hours(self, steps: int) -> Interval:
-        return self.hours(steps).times(self.run.gpus)
+        return self.hours(steps).times(self.run.gpus + self.run.judge_gpus)
 
     @property
     def fits(self) -> bool:
@@ -72,7 +72,7 @@ def estimate(run: RunInputs, c: Constants, offload: str = "all", measured: Profi
         ),
         phases=found,
         host_gb=host,
-        tokens_per_gpu=tokens / step.seconds / run.gpus,
+        tokens_per_gpu=tokens / step.seconds / (run.gpus + run.judge_gpus),
         mfu=step.flops / (run.gpus * run.gpu.flops(run.trainer.precision) * step.seconds),
         mean_staleness=mean,
         greatest_staleness=greatest,

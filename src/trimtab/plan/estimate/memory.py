@@ -290,7 +290,7 @@ def _largest_stage(model: Architecture, run: MemorySettings) -> float:
     dense = (model.layer_parameters - model.expert_parameters) / run.tp
     both = model.embedding + model.head
     ends = both if run.pp == 1 else max(model.embedding, model.head or model.embedding)
-    return (dense + experts) * share + (ends + model.final_norm) / run.tp
+    return (dense + experts) * share + (ends + model.final_norm + model.extra + model.vision) / run.tp
 
 
 def _activations(model: Architecture, run: MemorySettings, *, training: bool) -> list[MemoryTerm]:

@@ -14,8 +14,8 @@ from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate import memory
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.memory import MemorySettings
-from trimtab.plan.estimate.serving import weight_bytes
-from trimtab.plan.estimate.step import RunInputs
+from trimtab.plan.estimate.serving import EngineReplica, weight_bytes
+from trimtab.plan.estimate.step import SEPARATE_FRACTION, RunInputs
 
 GB = 2**30
 
@@ -70,30 +70,34 @@ def trainer_settings(run: RunInputs, c: Constants, offload: str) -> MemorySettin
     )
 
 
+def _engine_terms(engine: EngineReplica, fraction: float, c: Constants) -> tuple[tuple[str, float], ...]:
+    weights = weight_bytes(engine.model, engine.precision) / engine.tp / GB
+    cache = max(0.0, engine.gpu.memory_gb * fraction - weights)
+    return ("weights", weights), ("KV cache and graphs", cache), ("process", context_gb(engine.gpu, c))
+
+
 def phases(run: RunInputs, c: Constants, offload: str = "all") -> tuple[tuple[Phase, ...], float]:
     """(phases, GB of host memory on each node)."""
     settings = trainer_settings(run, c, offload)
     trainer, _, inference = memory.estimate(run.model, replace(settings, rollout_tp=1))
     room = run.gpu.memory_gb
-    engine_gpu = run.engine.gpu
-    weights = weight_bytes(run.model, run.engine.precision) / run.engine.tp / GB
-    context = context_gb(engine_gpu, c)
-    share = engine_gpu.memory_gb * run.memory_fraction
     shared = not run.rollout_gpus
     parked = ("trainer, parked", trainer.resident_gb - settings.process_gb)
     asleep = ("engine, asleep", 0.0)  # its context is in the process's term
-    cache = max(0.0, share - weights)
-    terms = [("weights", weights), ("KV cache and graphs", cache), ("process", context)]
+    terms = _engine_terms(run.engine, run.memory_fraction, c)
+    weights, context = terms[0][1], terms[2][1]
     residue = c.residue_gb if shared else 0.0
     beside = (parked,) if shared else ()
-    generate = Phase("generate", (*terms, *beside), engine_gpu.memory_gb, c.engine_memory_error, residue)
-    found = [generate]
+    found = [Phase("generate", (*terms, *beside), run.engine.gpu.memory_gb, c.engine_memory_error, residue)]
+    if run.judge:
+        own = _engine_terms(run.judge, SEPARATE_FRACTION, c)
+        found.append(Phase("judge", own, run.judge.gpu.memory_gb, c.engine_memory_error))
     for name, need in (("log-probs", inference), ("update", trainer)):
         sizes = tuple((term.name, term.gb) for term in need.active)
         found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room, c.memory_error, residue))
     if shared:
-        own = next((term.gb for term in trainer.active if term.name == "weights"), 0.0)
-        woken = (("engine's weights", weights), ("trainer's weights", own), ("process", context), parked)
+        kept = next((term.gb for term in trainer.active if term.name == "weights"), 0.0)
+        woken = (("engine's weights", weights), ("trainer's weights", kept), ("process", context), parked)
         found.append(Phase("wake with both weights", woken, room, c.engine_memory_error, residue))
     moved = trainer.host_gb if shared else 0.0
     return tuple(found), moved * min(run.gpus, run.gpu.gpus_per_node)

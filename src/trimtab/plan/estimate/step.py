@@ -72,6 +72,10 @@ class RunInputs:
     tool_seconds: float = 0.0
     image_tokens: float = 0.0
     judge_seconds: float = 0.0
+    judge: EngineReplica | None = None
+    """A model that judges answers, on `judge_gpus` of its own, with a verdict of `judge_tokens`."""
+    judge_gpus: int = 0
+    judge_tokens: float = 1.0
     oversample: float = 1.0
     """Answers decoded for each that is trained on: dynamic sampling drops groups without a signal."""
 
@@ -123,7 +127,8 @@ def step_time(run: RunInputs, c: Constants) -> StepTime:
     rest = Stage("rest", c.fixed_s + run.decoded * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
     beside = bool(run.rollout_gpus) and run.mode != "sync"
     waits = 0.0 if run.partial or not beside else max(0.0, 1.0 - run.staleness)
-    stages = [replace(generate, beside=beside, waits=waits), *passes, refit, rest]
+    judged = [replace(_judge(run, run.judge, generate.seconds, c), beside=beside, waits=waits)] if run.judge else []
+    stages = [replace(generate, beside=beside, waits=waits), *judged, *passes, refit, rest]
     if not run.rollout_gpus:
         # bf16 weights, fp32 copy and two moments; frozen weights have the first only.
         held = weight_bytes(run.model, "bf16") * (1 if run.trainer.lora_rank else 7) / run.gpus
@@ -163,6 +168,16 @@ def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
         tools = tools * run.decoded / (engines * max(1.0, concurrent))
     limited = "bandwidth and the longest answers" if slots >= run.decoded / engines else limit
     return Stage("generate", seconds + tools + run.judge_seconds, limited), slots, concurrent
+
+
+def _judge(run: RunInputs, engine: EngineReplica, generate: float, c: Constants) -> Stage:
+    """What a judge adds: answers are judged as they end, so that what lasts beyond the rollout counts."""
+    lengths = Lengths(run.lengths.mean, ((max(1.0, run.judge_tokens), 1.0),))
+    slots, limit = slots_of(engine, lengths, SEPARATE_FRACTION, run.max_sequences, ENGINE_RESERVE_GB)
+    engines = run.judge_gpus / engine.tp
+    took = rollout_seconds(engine, engines, run.decoded, lengths, slots, c, steady=1.0) * c.rollout_factor - generate
+    last = rollout_seconds(engine, 1, 1, lengths, 1, c)
+    return Stage("judge", max(took, last), limit if took > last else "the last answers")
 
 
 def _passes(run: RunInputs, c: Constants) -> list[Stage]:

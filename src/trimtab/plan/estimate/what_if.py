@@ -83,7 +83,8 @@ def _split(run: RunInputs, apart: int) -> RunInputs:
 
 
 def _partial(run: RunInputs, _: Sequence[float], c: Constants) -> RunInputs:
-    return replace(run, partial=True)
+    """A synchronous run has nothing that could go on: it becomes asynchronous."""
+    return replace(_asynchronous(run, (1.0, 0.0), c) if run.mode == "sync" else run, partial=True)
 
 
 def _on_shared_gpus(run: RunInputs, numbers: Sequence[float], c: Constants) -> RunInputs:
@@ -128,7 +129,7 @@ SWITCHES: Mapping[str, Switch] = {
         "pays where the longest answers hold a step up; they go on after the update, with new weights",
         (("staleness", 1.0, 0.0, 64.0),),
     ),
-    "partial": Switch(_partial, "with async: pays where the longest answers hold a step up"),
+    "partial": Switch(_partial, "with async, which it turns on: pays where the longest answers hold a step up"),
     "lora": Switch(
         lambda run, numbers, _: replace(run, trainer=replace(run.trainer, lora_rank=int(numbers[0]))),
         "less memory, one of three products less in an update; rollout stays",
@@ -145,15 +146,13 @@ SWITCHES: Mapping[str, Switch] = {
 def changed(run: RunInputs, text: str, c: Constants) -> tuple[RunInputs, tuple[str, ...]]:
     """(the run with the switches of `a:1+b`, their conditions)."""
     conditions = []
-    for part in text.split("+"):
+    for part in sorted(text.split("+"), key=lambda part: part.strip() == "partial"):
         name, *given = part.strip().split(":")
         if name not in SWITCHES:
             raise unknown(name, SWITCHES, where="--what-if", what="unknown switch {}")
         switch = SWITCHES[name]
         run = switch.change(run, _numbers(name, given, switch), c)
         conditions.append(switch.condition)
-    if run.partial and run.mode == "sync":
-        raise InputError("partial goes with async", where="--what-if", hint="write async+partial")
     return run, tuple(conditions)
 
 

@@ -14,6 +14,7 @@ from trimtab.render.html.kit.labels import duration, escape, fit, share
 from trimtab.render.html.kit.page import Tile
 from trimtab.render.html.kit.svg import px, rect, svg_document, text_at
 from trimtab.render.html.kit.timeline import COLOURS, Chart, ChartBar, ChartRow
+from trimtab.render.text.estimate import apart, figure
 
 _ROW = 40.0
 SHOWN = 3
@@ -38,11 +39,7 @@ def estimate_report(data: Data, *, command: str | None) -> str:
 
 
 def _span(values: Mapping[str, float], unit: str = "") -> str:
-    return f"{_number(values['low'])} to {_number(values['high'])}{unit}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{figure(values['low'])} to {figure(values['high'])}{unit}"
 
 
 def _headline(data: Data) -> str:
@@ -50,11 +47,11 @@ def _headline(data: Data) -> str:
     hours = data["hours"]
     tiles = [
         Tile("A step", duration(step["likely"]), f"{_span(step)} s"),
-        Tile(f"{steps:,} steps", f"{_number(hours['likely'])} h", f"{_span(hours)} hours"),
-        Tile("GPU-hours", _number(data["gpu_hours"]["likely"]), _span(data["gpu_hours"])),
+        Tile(f"{steps:,} steps", f"{figure(hours['likely'])} h", f"{_span(hours)} hours"),
+        Tile("GPU-hours", figure(data["gpu_hours"]["likely"]), _span(data["gpu_hours"])),
     ]
     if "cost" in data:
-        tiles.append(Tile("Cost", _number(data["cost"]["likely"]), _span(data["cost"])))
+        tiles.append(Tile("Cost", figure(data["cost"]["likely"]), _span(data["cost"])))
     css, word = ("good", "Yes") if data["fits"] else ("warn", "No")
     fullest = max(data["memory_gb"].items(), key=lambda phase: phase[1]["likely"] / phase[1]["gpu"])
     full = f"{fullest[0]}: {fullest[1]['likely']:.0f} of {fullest[1]['gpu']:g} GB"
@@ -65,9 +62,8 @@ def _headline(data: Data) -> str:
     if data["mode"] == "async":
         stale = data["staleness"]
         tiles.append(Tile("Staleness", f"{stale['mean']:g}", f"steps on average, {stale['greatest']:g} at most"))
-    apart = f", {data['rollout_gpus']} of them for rollout" if data["rollout_gpus"] else ""
     lede = (
-        f"{data['parameters'] / 1e9:.1f}B parameters on {data['gpus']} {data['gpu']}{apart}, {data['mode']}. "
+        f"{data['parameters'] / 1e9:.1f}B parameters on {data['gpus']} {data['gpu']}{apart(data)}, {data['mode']}. "
         f"Low and high are meant to hold nine of ten measured values; {data['host_memory_gb']:g} GB of host memory per "
         "node."
     )
@@ -79,7 +75,7 @@ def _stages(data: Data) -> str:
     rows = [
         (
             page.keyed(colours[name], escape(name)),
-            *(_number(stage[key]) for key in ("low", "likely", "high")),
+            *(figure(stage[key]) for key in ("low", "likely", "high")),
             escape("measured" if stage["measured"] else stage["limit"]),
         )
         for name, stage in data["stages"].items()
@@ -101,18 +97,18 @@ def step_chart(data: Data) -> Chart:
     alone = sum(stages[name]["likely"] for name in ALONE if name in stages)
     for name in sorted(stages, key=lambda name: name in ALONE):
         stage = stages[name]
-        apart = beside and name == "generate"
+        early = beside and name in ("generate", "judge")
         if name in ALONE:
             at = max(at, seconds - alone)
             alone -= stage["likely"]
-        start = 0.0 if apart else at
+        start = stages["generate"]["likely"] if name == "judge" else 0.0 if early else at
         end = min(start + stage["likely"], seconds)
-        row = "rollout" if apart else "training" if beside else "all GPUs"
+        row = "rollout" if early else "training" if beside else "all GPUs"
         rows.setdefault(row, []).append(ChartBar(start, end, name))
-        at = at if apart else end
+        at = at if early else end
     gpus = {"rollout": data["rollout_gpus"], "training": data["gpus"] - data["rollout_gpus"]}
     charted = tuple(ChartRow(n, tuple(bars), f"{gpus.get(n, data['gpus'])} GPUs") for n, bars in rows.items())
-    words = "; ".join(f"{name} {_number(stage['likely'])} s" for name, stage in stages.items())
+    words = "; ".join(f"{name} {figure(stage['likely'])} s" for name, stage in stages.items())
     return Chart("A step", charted, tuple(stages), seconds, description=words)
 
 
@@ -162,10 +158,10 @@ def _sizes(data: Data) -> str:
     rows = [
         (
             str(size["gpus"]),
-            _number(size["step_seconds"]["likely"]),
+            figure(size["step_seconds"]["likely"]),
             _span(size["step_seconds"]),
-            _number(size["hours"]["likely"]),
-            _number(size["gpu_hours"]["likely"]),
+            figure(size["hours"]["likely"]),
+            figure(size["gpu_hours"]["likely"]),
             escape(f"{size['rollout']}; {size['train']}"),
         )
         for size in data["sizes"]
@@ -190,7 +186,7 @@ def _what_if(data: Data) -> str:
         rows.append(
             (
                 f"<code>{escape(each['switch'])}</code>",
-                _number(each["step_seconds"]),
+                figure(each["step_seconds"]),
                 f"{each['speedup']:.2f}x{fit_words}",
                 escape("; ".join(each["conditions"])),
                 public or "none",
@@ -206,7 +202,7 @@ def _near(data: Data) -> str:
         (
             escape(f"{row['framework']}, {row['model']}"),
             *(escape(str(row[key])) for key in ("gpus", "gpu", "mode")),
-            _number(row["step_seconds"]),
+            figure(row["step_seconds"]),
             escape(row["source"]),
         )
         for row in data["near"]

@@ -58,10 +58,14 @@ def warnings(settings: Settings) -> list[str]:
         notes.append(f"never compared: no public step on {run.gpu.name}")
     if settings.framework not in ("nemo-rl",):
         notes.append(f"never compared: no complete public step of {settings.framework}, the constants are NeMo RL's")
-    if run.turns > 1 or run.tool_seconds or run.image_tokens:
-        notes.append("never compared: turns, tools and images")
-    if run.mode == "async" and (run.partial or run.staleness > 1):
-        notes.append("never compared: partial rollouts and staleness above 1")
+    unlike = {
+        "turns, tools and images": run.turns > 1 or run.tool_seconds or run.image_tokens,
+        "partial rollouts and staleness above 1": run.mode == "async" and (run.partial or run.staleness > 1),
+        "a synchronous run with GPUs of rollout alone": run.mode == "sync" and run.rollout_gpus,
+        "rollout on another GPU kind than training": run.engine.gpu != run.gpu,
+        "a judge": run.judge or run.judge_seconds,
+    }
+    notes += [f"never compared: {what}" for what, there in unlike.items() if there]
     if not run.trainer.lora_rank and run.trainer.gpus > 1:
         notes.append(UNVALIDATED)
     return notes
@@ -85,6 +89,7 @@ def as_data(
         "gpu": run.gpu.name,
         "gpus": run.gpus,
         "rollout_gpus": run.rollout_gpus,
+        "judge_gpus": run.judge_gpus,
         "mode": run.mode,
         "step_seconds": _range(found.seconds),
         "stages": {
@@ -166,7 +171,7 @@ def _print_what_if(found: Sequence[Mapping[str, Any]]) -> None:
         speedups = sorted(row["speedup"] for row in each["evidence"])
         public = f"{speedups[0]:g}x to {speedups[-1]:g}x in {len(speedups)}" if speedups else "none"
         fit = "" if each["fits"] else "  does not fit"
-        rows.append((each["switch"], f"{_figure(each['step_seconds'])}{fit}", f"{each['speedup']:.2f}x", public))
+        rows.append((each["switch"], f"{figure(each['step_seconds'])}{fit}", f"{each['speedup']:.2f}x", public))
     out.print()
     out.print(text_table(("what if", ">seconds", ">faster", "public rows"), rows))
     lines = [f"{each['switch']}: {'; '.join(each['conditions'])}" for each in found]
@@ -193,14 +198,18 @@ def _range(values: Interval) -> dict[str, float]:
     return {name: float(f"{getattr(values, name):.4g}") for name in ("low", "likely", "high")}
 
 
+def apart(data: Mapping[str, Any]) -> str:
+    rollout = f", {data['rollout_gpus']} of them for rollout" if data["rollout_gpus"] else ""
+    return rollout + (f" and {data['judge_gpus']} for a judge" if data["judge_gpus"] else "")
+
+
 def show(data: Mapping[str, Any]) -> None:
     """The data of `as_data` as text."""
     active = data["active_parameters"]
     used = "" if active == data["parameters"] else f", {active / 1e9:.1f}B used by a token"
-    apart = f", {data['rollout_gpus']} of them for rollout" if data["rollout_gpus"] else ""
     out.print(
-        f"{data['model']} ({data['parameters'] / 1e9:.1f}B parameters{used}) on {data['gpus']} {data['gpu']}{apart}, "
-        f"{data['mode']}",
+        f"{data['model']} ({data['parameters'] / 1e9:.1f}B parameters{used}) on {data['gpus']} {data['gpu']}"
+        f"{apart(data)}, {data['mode']}",
         markup=False,
     )
     rows = [("step", *_cells(data["step_seconds"]), "")]
@@ -232,7 +241,7 @@ def show(data: Mapping[str, Any]) -> None:
     if "sizes" in data:
         rows = [
             (
-                *(str(size["gpus"]), _text(size["step_seconds"]), _figure(size["gpu_hours"]["likely"])),
+                *(str(size["gpus"]), _text(size["step_seconds"]), figure(size["gpu_hours"]["likely"])),
                 *(size["rollout"], size["train"].removeprefix("backend=")),
             )
             for size in data["sizes"]
@@ -252,7 +261,7 @@ def show(data: Mapping[str, Any]) -> None:
 
 
 def _cells(values: Mapping[str, Any]) -> tuple[str, str, str]:
-    return _figure(values["low"]), _figure(values["likely"]), _figure(values["high"])
+    return figure(values["low"]), figure(values["likely"]), figure(values["high"])
 
 
 def _text(values: Mapping[str, float]) -> str:
@@ -260,5 +269,5 @@ def _text(values: Mapping[str, float]) -> str:
     return f"{likely} ({low} to {high})"
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
