@@ -94,7 +94,11 @@ def composed_launch(path: Path, words: Sequence[str] = ()) -> ComposedConfig:
 def _rewritten(config: ComposedConfig, launch: Launch, path: Path, words: Sequence[str], settings: PlanSettings) -> str:
     from trimtab.formats.launch.edit import rewritten
 
-    return rewritten(read_script(path), launch, settings, config.states, lambda text: evaluated(path, words, text)[0])
+    given = {word.lstrip("+").partition("=")[0] for word in words}  # what the script itself does not say
+    return rewritten(
+        read_script(path), launch, settings,
+        lambda key, value: key not in given and config.states(key, value), lambda text: evaluated(path, words, text)[0],
+    )  # fmt: skip
 
 
 def composed(chosen: TrainerLaunch, overrides: Sequence[str], assumptions: Sequence[str] = ()) -> ComposedConfig:
