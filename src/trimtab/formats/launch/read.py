@@ -213,9 +213,10 @@ def trainers(shell: Shell) -> list[TrainerLaunch]:
             except InputError as error:
                 fault = error
             if source is not None or fault is not None:
-                same = (launch.program, launch.arguments)
-                if all((other.launch.program, other.launch.arguments) != same for other in found):
-                    found.append(TrainerLaunch(with_others, kind, source or ConfigSource({}), fault))
+                made = TrainerLaunch(with_others, kind, source or ConfigSource({}), fault)
+                same = (launch.program, launch.arguments, made.source.config)
+                if all((o.launch.program, o.launch.arguments, o.source.config) != same for o in found):
+                    found.append(made)
                 break
     return found
 

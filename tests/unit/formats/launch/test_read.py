@@ -183,3 +183,12 @@ def test_an_override_that_was_given_is_written_too(script: Path) -> None:
     assert loaded.script is not None
     changed = loaded.script.rewritten(PlanSettings({"trainer.nnodes": 3}, ""))
     assert changed == SCRIPT.replace("NNODES=${NNODES:-2}", "NNODES=${NNODES:-3}")
+
+
+def test_the_same_program_on_other_gpus_is_another_launch(script: Path) -> None:
+    words = "--use_vllm true --num_generations 8 --per_device_train_batch_size 8"
+    script.write_text(f"for n in 4 8; do\naccelerate launch --num_processes $n train_grpo.py {words}\ndone\n")
+    with pytest.raises(InputError, match="starts 2 trainers"):
+        composed_launch(script)
+    CHOICE.set(LaunchChoice(2))
+    assert composed_launch(script).reader.get("num_processes") == 8
