@@ -233,11 +233,8 @@ def _settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings:
     if not result.kept:
         return loaded.settings(result.best)
     framework = loaded.rules.framework if loaded.rules else "it"
-    return PlanSettings(
-        values={},
-        block=f"# keep the placement in {loaded.path.name}: it is faster than every plan that can be written for "
-        f"{framework}\n",
-    )
+    text = f"# keep the placement in {loaded.path.name}: it is faster than every plan that can be written for"
+    return PlanSettings({}, f"{text} {framework}\n")
 
 
 def _other_settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings | None:
@@ -271,11 +268,8 @@ def _show(
     from trimtab.render.text.plan import as_data, print_text
 
     other = _other_settings(loaded, result)
-    answer(
-        as_data(result, settings, loaded.file_format, searched, other, modes),
-        form,
-        lambda: print_text(result, settings, searched, noise, other, modes),
-    )
+    data = as_data(result, settings, loaded.file_format, searched, other, modes)
+    answer(data, form, lambda: print_text(result, settings, searched, noise, other, modes))
 
 
 def _write_pictures(
@@ -332,29 +326,25 @@ def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
 def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats.write_back import apply, apply_to_script, shell_words, uneditable_keys
 
-    if loaded.script is not None:
-        try:
+    path = loaded.path if loaded.script is None else loaded.script.path
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states) if loaded.script is None else ()
+    why = f"{path} is not changed: {', '.join(stuck)} is not set in the file itself." if stuck else ""
+    try:
+        if loaded.script is not None:
             backup = apply_to_script(loaded.script, settings)
-        except InputError as error:
-            err.print(error.what, markup=False)
-            err.print("Pass these overrides to the run instead:")
-            for word in shell_words(settings):
-                err.print(f"  {word}", markup=False)
-            return
-        script = loaded.script.path
-        err.print(f"{script} has this placement already" if backup is None else f"{script} changed; backup: {backup}")
-        return
-    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
-    if stuck:
-        err.print(f"{loaded.path} is not changed: {', '.join(stuck)} is not set in the file itself.")
+        elif not stuck:
+            backup = apply(path, settings, loaded.literal, loaded.states)
+    except InputError as error:
+        if loaded.script is None:
+            raise
+        why = error.what
+    if why:
+        err.print(why, markup=False)
         err.print("Pass these overrides to the run instead:")
         for word in shell_words(settings):
             err.print(f"  {word}", markup=False)
-        return
-    backup = apply(loaded.path, settings, loaded.literal, loaded.states)
-    err.print(
-        f"{loaded.path} has this placement already" if backup is None else f"{loaded.path} changed; backup: {backup}"
-    )
+    else:
+        err.print(f"{path} has this placement already" if backup is None else f"{path} changed; backup: {backup}")
 
 
 def demo(folder: Annotated[Path, Option(help="Folder for the report.")] = Path("out")) -> None:

@@ -22,7 +22,7 @@ from trimtab.formats.logs.lengths import TOKEN_KEYS
 from trimtab.model.architecture import Architecture, from_config
 from trimtab.model.gpus import GpuKind
 
-ORGANISATIONS = re.compile(r"^[\w.-]+/")
+ORGANISATIONS = re.compile(r"^.*/(?=[^/])|/$")
 SUFFIXES = re.compile(r"-(instruct|it|base|chat|hf|thinking|sft|bf16|fp8|nvfp4|\d{4}|v0\.\d|[a-z-]*rl-\w+|rl)$")
 
 
@@ -59,7 +59,7 @@ def model(name: str) -> tuple[str, Architecture]:
     if known is None:
         words = model_names()
         bare = ORGANISATIONS.sub("", name).lower()
-        raise unknown(bare, words, what="unknown model {}: give a name of the table or a folder with a config.json")
+        raise unknown(bare, words, what="unknown model {}: --model takes a name of the table or a folder")
     row = next(row for row in table("models") if row["name"] == known)
     return known, from_config(config_of(row), known)
 

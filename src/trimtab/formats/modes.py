@@ -78,7 +78,10 @@ def _planned(mode: OtherMode, read: Callable[[Sequence[str]], Reading], profile:
         row = _row(mode.name, other, plan, profile)
     except (InputError, InfeasibleError) as error:
         return ModePlan(mode.name, needs=mode.needs, reason=error.what)
-    return replace(row, words=(*mode.words, *shell_words(settings)), needs=(*mode.needs, *settings.advice))
+    planned = shell_words(settings)
+    keys = {word.partition("=")[0] for word in planned if "=" in word}
+    words = (*(word for word in mode.words if word.partition("=")[0] not in keys), *planned)
+    return replace(row, words=words, needs=(*mode.needs, *settings.advice))
 
 
 def _compared(mode: ModePlan, own: ModePlan) -> ModePlan:

@@ -37,6 +37,7 @@ def test_parameters_are_counted_as_published(name: str) -> None:
         ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "r1-distill-qwen-7b"),
         ("LLaMA2 7B", "llama-2-7b"),
+        ("/path/to/model/DeepSeek-R1-Distill-Qwen-1.5B/", "r1-distill-qwen-1.5b"),
         ("google/gemma-4-E2B-it", "gemma-4-e2b"),
     ],
 )

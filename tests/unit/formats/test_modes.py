@@ -124,6 +124,19 @@ def test_areal_roll_and_trl_have_modes_with_all_that_has_to_be_set(tmp_path: Pat
     assert trl["asynchronous GRPO"].staleness == 4
 
 
+def test_roll_generates_ahead_beside_a_judge_and_with_environments(tmp_path: Path) -> None:
+    costs = {"rollout": {8: 60.0}, "ref": {8: 10.0}, "old_log_prob": {8: 10.0}, "update_actor": {8: 40.0}}
+    judge = 'rewards: {judge: {device_mapping: "list(range(6,8))"}}\n'
+    engines = "device_mapping: list(range(0,{}))\n  strategy_args: {{strategy_name: vllm"
+    text = ROLL.replace(engines.format(8), engines.format(6)) + judge
+    beside = modes(composed(tmp_path, text).path, costs)
+    assert beside["async"].placement.startswith("rollout 2 | ")
+    assert not any("7" in word for word in beside["async"].words if "actor_infer" in word)  # the judge's
+    environments = "train_env_manager: {num_env_groups: 8, group_size: 8}\n"
+    assert modes(composed(tmp_path, ROLL + environments).path, costs)["async"].staleness == 1
+    assert modes(composed(tmp_path, ROLL.replace("(0,8)", "(0,1)")).path, costs) == {}  # nothing to divide
+
+
 def test_every_framework_of_the_table_is_one_that_is_read() -> None:
     for name in FRAMEWORKS:
         for entry in modes_of(name):

@@ -125,11 +125,11 @@ class ConfigReader:
             full_key = str(getattr(error, "full_key", None) or key)
             unknown = _first_line(error)
             if "nterpolation" in type(error).__name__ and "InputError" in unknown:
-                raise self.error(
-                    full_key,
-                    f"this value is not known: {unknown.partition('interpolation: ')[2] or unknown}",
-                    f"give the variable: NAME=VALUE, or the key: {'' if '.' in full_key else '++'}{full_key}=VALUE",
-                ) from None
+                what = unknown.partition("interpolation: ")[2] or unknown
+                name = re.search(r"the variable (\w+)|(\w+), which is not set", what)
+                given = f"{name[1] or name[2]}=VALUE" if name else "the variable: NAME=VALUE"
+                hint = f"give {given}, or the key: {'' if '.' in full_key else '++'}{full_key}=VALUE"
+                raise self.error(full_key, f"this value is not known: {what}", hint) from None
             if "nterpolation" in type(error).__name__:
                 raise self.error(
                     full_key,

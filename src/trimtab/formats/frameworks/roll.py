@@ -125,8 +125,8 @@ class Roll(FrameworkConfig):
         if "ref" not in self.costs and busy.isdisjoint(self.ref):
             others.append(self.ref)
         self.kept = frozenset(itertools.chain(*others))  # GPUs of roles that are no part of the plan
-        machines = self._machines(busy | self.kept | set(itertools.chain(*self.judges.values())))
-        self.cluster = common.without(machines, len(self.kept))
+        self.machines = self._machines(busy | self.kept | set(itertools.chain(*self.judges.values())))
+        self.cluster = common.without(self.machines, len(self.kept))
         self.batches = reader.count("rollout_batch_size", 128)
         self.staleness = math.ceil(self.ratio)
 
@@ -328,15 +328,18 @@ class Roll(FrameworkConfig):
         return [gpu for gpu in range(self.cluster.gpus + len(self.kept)) if gpu not in self.kept]
 
     def mode_facts(self) -> Mapping[str, Any]:
-        half = self.cluster.gpus // 2
+        half, real = self.cluster.gpus // 2, self._real()
+        held = set(itertools.chain(*self.judges.values()))
+        train, rollout = real[:half], [gpu for gpu in real[half:] if gpu not in held]
         parallel, engine = self._parallel(self.keys["update_actor"]), engine_gpus(self.reader, self.keys["rollout"])
         roles = [self.keys["update_actor"], *([self.keys["ref"]] if self.reader.has(self.keys["ref"]) else [])]
-        busy = self.ratio or self.agentic or self.judges or self.kept or self.reader.has("critic.device_mapping")
-        if busy or half % parallel or half % engine or len(self.train) % max(half, 1):
+        busy = self.ratio or held & set(train) or self.reader.has("critic.device_mapping") or not train or not rollout
+        if busy or half % parallel or len(rollout) % engine or len(self.train) % half:
             return {}
-        place = [f"++{key}.device_mapping='{device_text(range(half))}'" for key in roles]
-        place.append(f"++{self.keys['rollout']}.device_mapping='{device_text(range(half, 2 * half))}'")
-        place += [f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={self.cluster.nodes[0].gpus}"]
+        pools = {**dict.fromkeys(roles, train), self.keys["rollout"]: rollout}
+        place = [f"++{key}.device_mapping='{device_text(gpus)}'" for key, gpus in pools.items()]
+        nodes = self.machines.nodes
+        place += [f"++trimtab.nodes={len(nodes)}", f"++trimtab.gpus_per_node={nodes[0].gpus}"]
         return {"apart": tuple(place), "accumulation": self._accumulation() * len(self.train) // half}
 
     def settings(self, plan: Plan) -> PlanSettings:
@@ -357,7 +360,8 @@ class Roll(FrameworkConfig):
         if before_dp != after_dp:
             key = f"{self.keys['update_actor']}.training_args.{_ACCUMULATION}"
             values[key] = self._accumulation() * before_dp // after_dp
-        return PlanSettings(values, block_text(nested(values)), self._advice())
+        advice = "ROLL's start scripts take no overrides: the values go into the file (--apply)"
+        return PlanSettings(values, block_text(nested(values)), (advice,))
 
     def _judges_out_of_the_way(self, rollout: set[int], real: Sequence[int]) -> dict[str, Any]:
         """New places of judges whose GPUs the rollout takes."""
@@ -370,9 +374,6 @@ class Roll(FrameworkConfig):
                 values[f"{key}.device_mapping"] = device_text(place)
                 free = [gpu for gpu in free if gpu not in place]
         return values
-
-    def _advice(self) -> tuple[str, ...]:
-        return ("ROLL's start scripts take no overrides: the values go into the file (--apply)",)
 
 
 def _only(group: AllowedGroup, sizes: Iterable[int]) -> AllowedGroup:

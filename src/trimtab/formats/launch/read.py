@@ -94,7 +94,11 @@ def composed_launch(path: Path, words: Sequence[str] = ()) -> ComposedConfig:
 def _rewritten(config: ComposedConfig, launch: Launch, path: Path, words: Sequence[str], settings: PlanSettings) -> str:
     from trimtab.formats.launch.edit import rewritten
 
-    return rewritten(read_script(path), launch, settings, config.states, lambda text: evaluated(path, words, text)[0])
+    given = {word.lstrip("+").partition("=")[0] for word in words}  # what the script itself does not say
+    return rewritten(
+        read_script(path), launch, settings,
+        lambda key, value: key not in given and config.states(key, value), lambda text: evaluated(path, words, text)[0],
+    )  # fmt: skip
 
 
 def composed(chosen: TrainerLaunch, overrides: Sequence[str], assumptions: Sequence[str] = ()) -> ComposedConfig:
@@ -209,9 +213,10 @@ def trainers(shell: Shell) -> list[TrainerLaunch]:
             except InputError as error:
                 fault = error
             if source is not None or fault is not None:
-                same = (launch.program, launch.arguments)
-                if all((other.launch.program, other.launch.arguments) != same for other in found):
-                    found.append(TrainerLaunch(with_others, kind, source or ConfigSource({}), fault))
+                made = TrainerLaunch(with_others, kind, source or ConfigSource({}), fault)
+                same = (launch.program, launch.arguments, made.source.config)
+                if all((o.launch.program, o.launch.arguments, o.source.config) != same for o in found):
+                    found.append(made)
                 break
     return found
 

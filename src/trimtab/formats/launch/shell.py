@@ -99,7 +99,7 @@ class Shell(ShellScope):
             assert flow is not None
             self.state = flow[0]
             raise flow[1]
-        self.state = joined(left, why)
+        self.state = joined(left, why, self.answers)
 
     def doubted(self) -> str:
         return self.doubt or f"a condition in line {self.line}"

@@ -220,7 +220,7 @@ def _command(shell: Shell, arguments: Sequence[str]) -> None:
 
 def _which(shell: Shell, arguments: Sequence[str]) -> None:
     """Whether a program is installed where the script runs is not known."""
-    shell.doubt = f"where {' '.join(arguments)} is installed"
+    shell.doubt = f"whether {' '.join(arguments)} is installed"
     shell.print(unknown(shell.doubt))
     shell.state.status = None
 

@@ -75,8 +75,8 @@ class ShellState:
         return {name: found.text or "" for name, found in self.variables.items() if found.exported}
 
 
-def joined(states: Sequence[ShellState], why: str) -> ShellState:
-    """The state after one of several ways, `why` not known which."""
+def joined(states: Sequence[ShellState], why: str, answers: Mapping[str, str]) -> ShellState:
+    """The state after one of several ways, `why` not known which; `answers` are variables that were given."""
     first, *others = states
     result = first.copy()
     if not others:
@@ -86,7 +86,8 @@ def joined(states: Sequence[ShellState], why: str) -> ShellState:
         found = [state.variables.get(name) for state in states]
         if any(value != found[0] for value in found):
             exported = any(value is not None and value.exported for value in found)
-            result.variables[name] = Variable(unknown(why), exported)
+            value = answers.get(name) or unknown(f"the variable {name}: {why}")
+            result.variables[name] = Variable(value, exported)
     if any(state.folder != first.folder for state in others):
         result.folder = max((state.folder for state in states), key=lambda folder: len(folder.parts))
     if any(state.status != first.status for state in others):

@@ -169,3 +169,26 @@ def test_a_missing_key_is_added_beside_the_others(script: Path) -> None:
     assert loaded.script is not None
     changed = loaded.script.rewritten(PlanSettings({"actor_rollout_ref.hybrid_engine": False}, ""))
     assert changed.replace(" ++actor_rollout_ref.hybrid_engine=false", "") == SCRIPT
+
+
+def test_a_variable_that_only_a_run_could_tell_is_asked_for_by_its_name(script: Path) -> None:
+    detected = "if command -v nvidia-smi; then NNODES=$(nvidia-smi -L | wc -l); fi"
+    script.write_text(SCRIPT.replace("NNODES=${NNODES:-2}   # nodes", detected))
+    with pytest.raises(InputError, match=r"give NNODES=VALUE, or the key: trainer\.nnodes=VALUE"):
+        composed_launch(script).reader.get("trainer.nnodes")
+
+
+def test_an_override_that_was_given_is_written_too(script: Path) -> None:
+    loaded = load(script, ("trainer.nnodes=3",), PROFILE)
+    assert loaded.script is not None
+    changed = loaded.script.rewritten(PlanSettings({"trainer.nnodes": 3}, ""))
+    assert changed == SCRIPT.replace("NNODES=${NNODES:-2}", "NNODES=${NNODES:-3}")
+
+
+def test_the_same_program_on_other_gpus_is_another_launch(script: Path) -> None:
+    words = "--use_vllm true --num_generations 8 --per_device_train_batch_size 8"
+    script.write_text(f"for n in 4 8; do\naccelerate launch --num_processes $n train_grpo.py {words}\ndone\n")
+    with pytest.raises(InputError, match="starts 2 trainers"):
+        composed_launch(script)
+    CHOICE.set(LaunchChoice(2))
+    assert composed_launch(script).reader.get("num_processes") == 8
