@@ -1,10 +1,11 @@
 """How well the planner predicts a run on a real Ray, and what a batch costs on its way from component to component.
 
-Emulated workflows of 3 to 6 components on 8 to 64 logical GPUs run by the plan that the exact planner chooses for them:
+Emulated workflows of 2 to 6 components on 8 to 64 logical GPUs run by the plan that the exact planner chooses for them:
 real tasks in real slots, turns taken through the pool, data through Ray's object store; only the computing is a sleep.
 Their profiles are scaled so that an iteration takes seconds. Against the predicted iteration stands the median of the
 measured ones, the first two left out; `current` is the error of predictions by the costs measured just before. With
-`--data` components pass on real data, save it in every third iteration, and are asked for their health.
+`--data` components pass on real data, save it in every third iteration, and are asked for their health; with `--save`
+saving it takes so many seconds more.
 
 Then the way itself, with components that take no time: one batch at a time through a chain (latency), and many at once
 (rate), against a chain of bare Ray actors that pass references, called ahead without anybody waiting in between:
@@ -86,6 +87,19 @@ def cases() -> list[Case]:
     vllm: dict[str, Any] = {"engine": "vllm", "switch_seconds": 3.0}
     fsdp: dict[str, Any] = {"engine": "fsdp", "switch_seconds": 2.0}
     return [
+        Case(
+            "two components, shared",
+            workflow(8, 8, part("rollout", 60, 8, **vllm), part("trainer", 40, 8, "rollout", **fsdp), sync=(0.5, 2.0)),
+            2.4,
+        ),
+        Case(
+            "two components, side by side",
+            workflow(
+                16, 8, part("rollout", 60, 16, flat=0.7, **vllm), part("trainer", 40, 16, "rollout", flat=0.6, **fsdp),
+                sync=(0.5, 2.0),
+            ),
+            2.4,
+        ),
         Case(
             "grpo, scales well",
             workflow(
@@ -270,9 +284,10 @@ class Row:
 class Loaded:
     """A component that passes on and saves real data; its steps take as long as emulated ones."""
 
-    def __init__(self, *, megabytes: float, place: Any) -> None:
+    def __init__(self, *, megabytes: float, place: Any, save_s: float = 0.0) -> None:
         import numpy as np
 
+        self.save_s = save_s
         self.data = np.zeros(int(megabytes * 1e6 / 8))
 
     def step(self, batch: Any) -> Any:
@@ -293,14 +308,26 @@ class Loaded:
 
     def snapshot(self) -> Callable[[Path], None]:
         copy = self.data.copy()
-        return lambda path: copy.tofile(path / "data")
+
+        def write(path: Path) -> None:
+            time.sleep(self.save_s)
+            copy.tofile(path / "data")
+
+        return write
 
     def load(self, path: Path) -> None:
         """Nothing: it is zeros."""
 
 
 def run(
-    session: Any, folder: Path, job: PlacementJob, plan: Plan, iterations: int, data: float = 0.0, seed: int = 0
+    session: Any,
+    folder: Path,
+    job: PlacementJob,
+    plan: Plan,
+    iterations: int,
+    data: float = 0.0,
+    seed: int = 0,
+    save_s: float = 0.0,
 ) -> tuple[Any, list[float]]:
     """How an emulated job ended, and seconds that the run itself took at the end of each iteration.
 
@@ -321,15 +348,15 @@ def run(
 
     disturbance = Disturbance(noise=NOISE) if seed else UNDISTURBED
     code = ComponentCode(disturbance=disturbance)
-    if data:
-        settings = {"megabytes": data}
+    if data or save_s:
+        settings = {"megabytes": data, "save_s": save_s}
         code = ComponentCode("bench.run_fidelity:Loaded", settings, disturbance=disturbance, paced=True)
     asked = RunJob(
         job,
         dict.fromkeys(job.workflow.names, code),
         iterations=iterations,
         seed=seed,
-        save_every=3 if data else 10_000,
+        save_every=3 if data or save_s else 10_000,
         near=Path(__file__).parents[1],
         rules=ReplanRules(mode=ReplanMode.auto),
     )
@@ -358,7 +385,7 @@ def fidelity(
     seeds = range(1, asked.seeds + 1) if asked.seeds else [0]
     for number, (case, seed) in enumerate((case, seed) for case in chosen for seed in seeds):
         job, plan = planned(replace(case, seconds=case.seconds * asked.times))
-        end, between = run(session, folder / f"flow{number}", job, plan, iterations, asked.data, seed)
+        end, between = run(session, folder / f"flow{number}", job, plan, iterations, asked.data, seed, asked.save)
         walls = walls_of(end)
         off = [abs(error) for error in end.expected_errors[cold:]]
         ledger = ledger_summary([(one.wall_s, one.booked) for one in end.iterations[cold:]])
@@ -519,6 +546,7 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true", help="the plans, and nothing run")
     parser.add_argument("--times", type=float, default=1.0, help="iterations so many times as long (--times=4)")
     parser.add_argument("--data", type=float, default=0.0, help="megabytes that each batch passes on (--data=100)")
+    parser.add_argument("--save", type=float, default=0.0, help="seconds that saving a component takes (--save=0.5)")
     parser.add_argument("--seeds", type=int, default=0, help="runs of each workflow with noise (--seeds=10)")
     asked, _ = parser.parse_known_args()
     chosen = [case for case in cases() if asked.only in case.name]
@@ -535,7 +563,7 @@ def main() -> None:
         )
     with a_session() as (ray, session), tempfile.TemporaryDirectory(prefix="bench-run-") as folder:
         rows = fidelity(session, Path(folder), chosen, asked, (lambda row: None) if asked.json else say_row)
-        way = None if asked.data or asked.seeds else hops(ray, session, Path(folder))
+        way = None if asked.data or asked.seeds or asked.save else hops(ray, session, Path(folder))
     errors = [abs(row.error) for row in rows]
     if asked.json:
         figures = [{**asdict(row), "error": row.error} for row in rows]
@@ -550,7 +578,14 @@ def main() -> None:
         current = [row.current for row in rows if row.current is not None]
         if current:
             say(f"by the costs measured just before: median {statistics.median(current):.2%}, worst {max(current):.2%}")
-        say(f"unbooked: median {statistics.median(row.unbooked for row in rows):.2%} of the wall time")
+        unbooked, loads = [row.unbooked for row in rows], [row.load for row in rows]
+        say(
+            f"unbooked: median {statistics.median(unbooked):.2%}, worst {max(unbooked):.2%} of the wall time; load "
+            f"{min(loads):.1f} to {max(loads):.1f}"
+        )
+        for kind in sorted({row.kind for row in rows}):
+            some = [abs(row.error) for row in rows if row.kind == kind]
+            say(f"{kind}: {len(some)} runs, error at the median {statistics.median(some):.2%}, worst {max(some):.2%}")
     if way is not None:
         say_hops(way)
 

@@ -6,8 +6,7 @@ same way. Beside them stand three that are computed from the true costs: the one
 re-plans for free before every iteration, and one that pays for each move what moves took here. With `--nodes` a machine
 joins and one drains on the way; the plan that is kept goes on beside it, and hindsight has the machines that stay.
 `--virtual` needs no Ray: the same run in one process with a clock that does not wait, where a move takes `--move`
-seconds, else a third of an iteration. `--noise=300` counts the moves of so many virtual runs in which nothing drifts:
-each of them is false.
+seconds, else a third of an iteration. `--noise=300` counts the moves of so many simulated runs in which nothing drifts.
 """
 
 from __future__ import annotations
@@ -29,12 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.loop import noises
+from bench.loop import noise, noises
 from bench.run_fidelity import part, say, scaled
 from trimtab.machines.replan.decision import ReplanPlanner
 from trimtab.model.plan import Plan
 from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node, PlacementJob, WeightSync, Workflow
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.replan.baselines import run_policy
+from trimtab.replay.replan.reality import MigrationTimes, PlanCache, ReplanReality, SyntheticNoise, TrueCosts
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import ComponentCode, RunJob
 
@@ -42,6 +44,8 @@ ITERATIONS, GROWTH, GROWS_TO = 70, 60, 3.0
 EACH, NODES = 8, 2
 JOINS, LEAVES = 20, 45
 ASSUMED_MOVE_S = 2.0  # on a real Ray, until one was measured
+SHIFT = 0.2  # of a level that is no noise
+NOTHING = Distribution(0.0)
 GOAL_KEPT, GOAL_ORACLE = 0.15, 0.05
 
 
@@ -126,7 +130,7 @@ class Truth:
         return min(plans.values(), key=self.total)
 
 
-def truth(seed: int, first_s: float, grows_to: float = GROWS_TO) -> tuple[Truth, str]:
+def truth(seed: int, first_s: float) -> tuple[Truth, str]:
     """The workload with the noise of a seed, and where that comes from."""
     asked = job(first_s)
     factors, kind = noises(asked.workflow.names, seed)
@@ -134,7 +138,7 @@ def truth(seed: int, first_s: float, grows_to: float = GROWS_TO) -> tuple[Truth,
         name: Disturbance(
             factors=tuple(float(one) for one in factors[name][1 : ITERATIONS + 1]),
             in_order=True,
-            drift_to=grows_to if name == "rollout" else 1.0,
+            drift_to=GROWS_TO if name == "rollout" else 1.0,
             drift_over=GROWTH,
         )
         for name in asked.workflow.names
@@ -200,7 +204,7 @@ class Watching:
         return self.ran
 
 
-def run_virtual(world: Truth, mode: ReplanMode, folder: Path | None, move_s: float | None = None) -> Ran:
+def run_virtual(world: Truth, mode: ReplanMode, folder: Path, move_s: float | None = None) -> Ran:
     """In one process, on a clock that does not wait."""
     from trimtab.model.run import MigrationStage
     from trimtab.runtime.run.emulated import VirtualClock
@@ -317,12 +321,33 @@ class Row:
         return None if self.paying_s is None else self.loop_s / self.paying_s - 1
 
 
-def noise_alone(asked: argparse.Namespace) -> list[int]:
-    """Moves of each of so many virtual runs in which nothing drifts."""
-    return [
-        len(run_virtual(truth(seed, asked.seconds, 1.0)[0], ReplanMode.auto, None, asked.move).moves)
-        for seed in range(asked.noise)
-    ]
+def noise_alone(asked: argparse.Namespace) -> None:
+    """Count moves in simulated runs in which nothing drifts, with noise of real steps and with generated noise.
+
+    Some stretches of real steps shift their level for good: a move that follows such a shift is none for noise.
+    """
+    asked_job, rules = job(asked.seconds), ReplanRules(mode=ReplanMode.auto, assumed_move_s=ASSUMED_MOVE_S)
+    each = Distribution((ASSUMED_MOVE_S if asked.move is None else asked.move) / 4)
+    times, plans = MigrationTimes(each, each, each, each, NOTHING, NOTHING), PlanCache(asked_job)
+    for kind in dict.fromkeys((noise(), SyntheticNoise())):
+        moved = {True: 0, False: 0}
+        runs = {True: 0, False: 0}
+        for seed in range(asked.noise):
+            factors = kind.factors(asked_job.workflow.names, ITERATIONS, seed)
+            shifts = any(shifted(series[1:]) for series in factors.values())
+            truth = TrueCosts(ReplanReality(asked_job, ITERATIONS, {}, kind, times, save_every=0, seed=seed), plans)
+            runs[shifts] += 1
+            moved[shifts] += bool(run_policy("trimtab", truth, rules).moves)
+        say(
+            f"{type(kind).__name__}: moves under noise alone in {moved[False]} of {runs[False]} simulated runs, and in "
+            f"{moved[True]} of {runs[True]} whose level shifts by more than {SHIFT:.0%}"
+        )
+
+
+def shifted(series: Any) -> bool:
+    """Whether the level, the middle of nine iterations, leaves that of the whole stretch."""
+    levels = [np.median(series[at : at + 9]) for at in range(len(series) - 8)]
+    return bool(max(abs(np.log(levels / np.median(series)))) > np.log(1 + SHIFT))
 
 
 def compared(seed: int, asked: argparse.Namespace, folder: Path) -> tuple[Row, str]:
@@ -379,11 +404,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of an iteration at first (--seconds=2)")
     parser.add_argument("--seeds", type=int, default=1, help="so many noises (the first ones)")
     parser.add_argument("--move", type=float, help="seconds of a move in virtual time")
-    parser.add_argument("--noise", type=int, default=0, help="count moves in so many virtual runs without drift")
+    parser.add_argument("--noise", type=int, default=0, help="count moves in so many simulated runs without drift")
     asked, _ = parser.parse_known_args()
     if asked.noise:
-        moves = noise_alone(asked)
-        say(f"false moves under noise alone: {sum(moves)}, in {sum(map(bool, moves))} of {len(moves)} virtual runs")
+        noise_alone(asked)
         return
     if asked.virtual and asked.nodes:
         sys.exit("nodes come and go on a real Ray only")
