@@ -140,9 +140,8 @@ class Iteration:
 class CostEstimate:
     """Current cost of a component relative to its profile: the profile's curve times `level`.
 
-    `middle` is the level without the trend, where there is one of the newest iterations; `spread` that of single
-    iterations; `trend` the relative change per iteration, if any. A level counts as different if it is further than
-    `width` (relative) from both.
+    `middle` is the level without the trend (with one, of the newest iterations); `spread` that of single iterations;
+    `trend` the change per iteration, if any. A level counts as different if it is further than `width` from both.
     """
 
     level: float = 1.0

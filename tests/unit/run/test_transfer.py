@@ -155,7 +155,7 @@ def test_a_worker_whose_memory_cannot_be_shared_copies_it(monkeypatch: pytest.Mo
     result, given = trainer.weights(True)
     assert "invalid argument" in result.note
     assert (given.handles, len(given.buffers), trainer._lent) == ([], 1, None)
-    assert (trainer.weights(True)[0].note, len(calls)) == ("", 1)  # it is not tried again
+    assert len(calls) == 1
 
 
 class TorchTrainer:

@@ -99,10 +99,7 @@ class OptionalMethods(Protocol):
         """The current weights, in the form that `sync` of the target takes."""
 
     def sync(self, weights: Any, version: int) -> None:
-        """Use these weights from now on: those after iteration `version`.
-
-        They may be the source's own memory on a shared GPU: copy what is kept after the call.
-        """
+        """Use these weights, of iteration `version`. Copy what is kept: they may be the memory of the source."""
 
     def health(self) -> bool | str:
         """True if healthy; otherwise what is wrong."""

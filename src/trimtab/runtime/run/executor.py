@@ -166,10 +166,7 @@ class ComponentCalls:
         return self.guarded("step", run_step), given
 
     def weights(self, near: bool = False) -> tuple[CallResult, Any]:
-        """The current weights, beside the time it took to get them.
-
-        `near`: they are read on the same GPU, before the next call of this component that changes them.
-        """
+        """The current weights, beside the time it took to get them. `near`: they are read on this GPU, and at once."""
         given = None
 
         def get_weights() -> CallResult:
@@ -303,7 +300,6 @@ class ComponentWorker(ComponentCalls):
         devices = visible_devices() or spec.place.devices
         super().__init__(replace(spec, place=replace(spec.place, rank=rank, world=world, devices=devices)), WallClock())
         self._packer = Packer()
-        self._lends = True  # as far as is known
         self._writer: threading.Thread | None = None
         self._snapshot_bytes: int | None = None  # of the last one
         self._parked: CallSpan | None = None
@@ -372,14 +368,12 @@ class ComponentWorker(ComponentCalls):
         import ray
 
         with self._timed(packs):
-            packed = None
-            if near and self._lends:
-                try:
-                    packed = self._packer.pack(value, gpu_handle)
-                except Exception as error:
-                    self._lends, self._note = False, error_text(error)
-            if packed is None:
-                packed = self._packer.pack(value)
+            try:
+                packed = self._packer.pack(value, gpu_handle if near else None)
+            except Exception as error:
+                if not near:
+                    raise
+                self._note, packed = error_text(error), self._packer.pack(value)
             self._lent = value if packed.handles else None
         if packed.nbytes < STORED_BYTES:
             return packed
@@ -549,10 +543,7 @@ class Executor(ABC):
         return method in self._has[name]
 
     def weights(self, source: str, target: str | None = None) -> CallResult | None:
-        """The current weights of a component; None if it has none to pass on.
-
-        `target` gets them before the source does anything else.
-        """
+        """The current weights of a component; None if it has none. `target` gets them before the source goes on."""
         return self.call(source, "weights") if self.has(source, "weights") else None
 
     def sync(self, target: str, weights: CallResult | None, version: int) -> CallResult | None:

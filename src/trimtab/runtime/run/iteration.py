@@ -289,8 +289,7 @@ class IterationRunner:
 
     def _sync(self, action: WeightSyncStep, now_s: float) -> float:
         """Send weights at once or, while the target is inside an iteration, when that ends."""
-        # With staleness the target may take its turn on the source's GPU before it has loaded them.
-        reader = action.target if not self._workflow.staleness else None
+        reader = None if self._workflow.staleness else action.target  # which else may take its turn beside this
         weights = self._call(now_s, lambda: self.executor.weights(action.source, reader))
         given = weights if weights.spans else None
         self._component_ended(action.source, action.iteration)

@@ -545,34 +545,21 @@ class RayExecutor(Executor):
             return None
         holder = self._shared.get(source, source)
         near = self._lends and target is not None and self._shared.get(target, target) == holder
-        done = self.call(source, "weights", near and len(self._counts.get(holder, ())) == 1)
         self._lender = source
-        self._not_lent(source, done)
-        return done
+        return self.call(source, "weights", near and len(self._counts.get(holder, ())) == 1)
 
     def sync(self, target: str, weights: CallResult | None, version: int) -> CallResult | None:
         """Where the target cannot open memory of the source, weights go through the host from then on."""
         done = super().sync(target, weights, version)
         if done is None or not done.note:
             return done
-        self._not_lent(target, done)
-        again = self.weights(self._lender)
-        loaded = super().sync(target, again, version)
-        assert again is not None
-        assert loaded is not None
+        again = self.weights(self._lender) or CallResult()
+        loaded = super().sync(target, again, version) or CallResult()
         spans, passed_s = list(done.spans), done.whole_s
         for call in (again, loaded):
             spans += [(bucket, passed_s + start, passed_s + end) for bucket, start, end in call.spans]
             passed_s += call.whole_s
         return replace(loaded, spans=tuple(spans))
-
-    def _not_lent(self, name: str, done: CallResult) -> None:
-        """Say once why weights do not stay on the GPU."""
-        if done.note and self._lends:
-            self._lends = False
-            self._emit(
-                "told", reason=f"weights go through host memory: {name} cannot share that of its GPU ({done.note})"
-            )
 
     def begin(self, name: str, method: str, *arguments: Any) -> BegunCall:
         call = self._call(name, method, arguments)
@@ -585,6 +572,10 @@ class RayExecutor(Executor):
         call.wait()
         result = call.poll()
         assert result is not None
+        if result.note and self._lends:
+            self._lends = False
+            what = f"{name} cannot share that of its GPU ({result.note})"
+            self._emit("told", reason=f"weights go through host memory: {what}")
         return result
 
     def _call(self, name: str, method: str, arguments: tuple[Any, ...]) -> RayCall:

@@ -134,14 +134,14 @@ class Packer:
 
 def unpack(packed: Packed, *, only_reads: bool) -> Any:
     """The value; with `only_reads` its tensors are views of shared memory. Raises NotOpenedError."""
-    _reading.only, _reading.opened = only_reads, []
+    opened: list[Any] = []
     try:
         for handle in packed.handles:
-            _reading.opened.append(handle.open())
+            opened.append(handle.open())  # noqa: PERF401 -- some are open when one fails
     except Exception as error:
-        _release(packed.handles[len(_reading.opened) :])
-        _reading.opened = []
+        _release(packed.handles[len(opened) :])
         raise NotOpenedError(error_text(error)) from None
+    _reading.only, _reading.opened = only_reads, opened
     value = pickle.loads(packed.head, buffers=packed.buffers)
     _reading.opened = []
     return value
