@@ -162,3 +162,11 @@ def test_a_drift_of_a_third_is_told_through_that_noise() -> None:
 def test_what_cannot_have_been_measured_or_meant_is_refused(wrong) -> None:
     with pytest.raises(InputError):
         wrong()
+
+
+def test_a_drift_is_sure_of_its_newest_iterations_and_a_level_without_one_of_all() -> None:
+    drifting = watched([1 + at / 30 for at in range(RULES.window)]).estimate("rollout")
+    assert drifting.middle == pytest.approx(1 + (RULES.window - 3) / 30)
+    steady = watched([1.2 + (at % 2) / 100 for at in range(RULES.window)]).estimate("rollout")
+    assert steady.middle == pytest.approx(1.205, abs=1e-4)
+    assert drifting.width > steady.width

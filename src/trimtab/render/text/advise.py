@@ -14,6 +14,7 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.logs.ledger import UNBOOKED, WAITS
 from trimtab.formats.write_back import shell_words
+from trimtab.model.ledger import UNBOOKED_WARNING
 from trimtab.plan.placement.compare import DOUBLING
 from trimtab.render.html.kit.labels import known
 from trimtab.render.output import out, picked, print_list, text_table
@@ -113,7 +114,8 @@ def _table(seen: RunPicture) -> Table:
         names = {part.name for part in seen.parts}
         for name, share in {**where.shares(), UNBOOKED: where.unbooked}.items():
             if name == UNBOOKED or not names & {name, name.removesuffix(WAITS)}:
-                rows.append((name, "", f"{share * where.step_s:.1f}", f"{share:.0%}", "", "", ""))
+                warning = "no timer has it" if name == UNBOOKED and share > UNBOOKED_WARNING else ""
+                rows.append((name, "", f"{share * where.step_s:.1f}", f"{share:.0%}", "", "", warning))
     heads = ("component", ">GPUs", ">seconds", ">of the step", ">spread", ">drift", Column(""))
     return text_table(heads, rows, no_wrap=True)
 
