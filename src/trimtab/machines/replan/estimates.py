@@ -29,7 +29,7 @@ SOME = 3  # iterations before one can be an outlier
 TREND_SOME = 6  # iterations before a trend is used
 MIN_TREND = 0.04  # relative change over the window, or ...
 TREND_WIDTHS = 3.0  # ... spreads, the larger of the two
-LESS_SURE = 1.25  # how much wider a level with a trend is: half as many iterations stand for it
+LESS_SURE = 1.25  # how much wider a level with a trend is: the newer half of the window stands for it
 MAD_TO_SIGMA = 1.4826
 USUAL_SPREAD, USUAL_WEIGHT = 0.03, 4  # prior: spread of real steps, with the weight of 4 iterations
 
@@ -77,7 +77,6 @@ class CostEstimates:
         if not track.recent:
             return CostEstimate(width=self._rules.noise)
         level, spread, trend = _fit(track.recent)
-        # The middle of the whole window lags a trend by half of it.
         newest, wider = (track.recent[-(self._rules.window // 2) :], LESS_SURE) if trend else (track.recent, 1.0)
         middle = float(np.median([value for _, value in newest]))
         width = max(self._rules.noise, self._rules.noise_widths * spread) * wider

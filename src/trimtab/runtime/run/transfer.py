@@ -45,8 +45,7 @@ class GpuHandle:
         self.arguments[4]._release_ipc_counter(*self.arguments[11:13], device=self.arguments[6])
 
 
-def gpu_id(torch: Any, index: int) -> str:
-    """The same in all processes, whichever GPUs they see."""
+def gpu_id(torch: Any, index: int) -> str:  # the same in all processes
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
