@@ -262,8 +262,8 @@ class _Builder:
     def _lengths(self) -> Lengths:
         prompt = self.given.get("prompt_tokens")
         if prompt is None:
-            prompt = 200.0
-            self.assumed.append("prompt: 200 tokens")
+            prompt = min(200.0, self.given.get("max_prompt_tokens") or 200.0)
+            self.assumed.append(f"prompt: {prompt:g} tokens")
         file = self.given.get("lengths")
         if file:
             pairs = catalogue.lengths(Path(str(file)), float(prompt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from trimtab.formats.logs.reader import JoinedSteps
 from trimtab.formats.logs.records import StepRecord
 from wandb_files import history, wandb_file
 
+ROOT = Path(__file__).parents[3]
 LOGS = DATA / "real" / "logs"
 CASES = {case["file"]: case for case in yaml.safe_load((LOGS / "index.yaml").read_text())}
 
@@ -194,3 +196,22 @@ def test_a_ledger_adds_up_to_the_step() -> None:
     assert waiting.seconds == {"update_actor": 60.0, "rollout (waits)": 40.0}
     assert waiting.unbooked == 0
     assert ledger(framework, [StepRecord(1, {"timing_s/gen": 1.0})]) is None
+
+
+def test_a_run_of_verl_on_a_gpu_reads_as_its_own_file_of_metrics_says() -> None:
+    folder = ROOT / "docs" / "results" / "verl-gpu"
+    rows = [json.loads(line)["data"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    run = joined(folder / "console.log")
+    steps = run.steps(0)
+    samples = reader.samples_of(run.framework, steps, RunFacts())
+    timers = {
+        "rollout": ["gen"],
+        "old_log_prob": ["old_log_prob"],
+        "ref": ["ref"],
+        "update_actor": ["update_actor", "adv"],
+    }
+    assert len(rows) == len(steps) == 20
+    for component, names in timers.items():
+        own = [sum(row[f"timing_s/{name}"] for name in names) for row in rows]
+        assert [sample.seconds for sample in samples[component]] == pytest.approx(own)
+    assert [step.values["timing_s/step"] for step in steps] == [row["timing_s/step"] for row in rows]

@@ -123,6 +123,7 @@ def _verl(reader: ConfigReader) -> Inputs:
         "algorithm": "ppo" if adv == "gae" else adv,
         "samples": _product(_prompts(reader, mode), n),
         "train_batch": _product(_int(reader, f"{actor}.ppo_mini_batch_size"), n),
+        "max_prompt_tokens": _int(reader, "data.max_prompt_length"),
         "max_tokens": _sum(_int(reader, "data.max_prompt_length"), _int(reader, "data.max_response_length")),
         "rollout": {
             "tp": _int(reader, f"{rollout}.tensor_model_parallel_size"),
