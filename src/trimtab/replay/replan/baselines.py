@@ -21,16 +21,7 @@ from trimtab.machines.replan.migration import MigrationState, MigrationTracker, 
 from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, without
 from trimtab.model.run import DecisionNumbers, Migration, ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster
-from trimtab.replay.replan.driver import (
-    AGAIN,
-    MOVES,
-    WAITS,
-    ReplanListener,
-    ReplanOutcome,
-    ReplanReplay,
-    SimulatedMigration,
-    free_oracle,
-)
+from trimtab.replay.replan import driver
 from trimtab.replay.replan.reality import PlanCache, TrueCosts
 
 
@@ -136,16 +127,16 @@ class KeptPlanPolicy:
 _ANY = DecisionNumbers(iteration_s=0.0, horizon=0)
 
 
-def kept(truth: TrueCosts, rules: ReplanRules, first: PlacedPlan | None = None) -> ReplanOutcome:
+def kept(truth: TrueCosts, rules: ReplanRules, first: PlacedPlan | None = None) -> driver.ReplanOutcome:
     """Runs with a plan that is left only when its GPUs go."""
     begin = truth.first() if first is None else first
     here = begin.on(truth.reality.job.cluster)
     assert here is not None, "a plan for nodes that do not exist at the start"
     decider = KeptPlanPolicy(truth.plans, here, truth.reality.job.cluster, rules)
-    return ReplanReplay(decider, truth, rules).run()
+    return driver.ReplanReplay(decider, truth, rules).run()
 
 
-def best_static(truth: TrueCosts, rules: ReplanRules) -> ReplanOutcome:
+def best_static(truth: TrueCosts, rules: ReplanRules) -> driver.ReplanOutcome:
     """Runs with the static plan that is best in hindsight."""
     here, always = truth.reality.job.cluster, throughout(truth, rules)
     found = [truth.first(), *_candidates(truth, here), *(_candidates(truth, always) if always != here else ())]
@@ -208,7 +199,7 @@ class ReplanFigures:
     first_plan: str
     last_plan: str
     walls_s: tuple[float, ...] = ()
-    moved: tuple[SimulatedMigration, ...] = ()
+    moved: tuple[driver.SimulatedMigration, ...] = ()
     seconds: float = 0.0  # wall time of the simulation
 
     def record(self) -> dict[str, Any]:
@@ -219,25 +210,25 @@ def loop_run(
     truth: TrueCosts,
     rules: ReplanRules,
     *,
-    on_event: ReplanListener | None = None,
+    on_event: driver.ReplanListener | None = None,
     progress: Callable[[float], None] | None = None,
-) -> ReplanOutcome:
+) -> driver.ReplanOutcome:
     reality, first = truth.reality, truth.first()
     machine = ReplanMachine(reality.job.workflow, reality.job.cluster, first.plan, rules, reality.allowed)
-    return ReplanReplay(machine, truth, rules, on_event=on_event, progress=progress).run()
+    return driver.ReplanReplay(machine, truth, rules, on_event=on_event, progress=progress).run()
 
 
 def run_policy(
     use: str, truth: TrueCosts, rules: ReplanRules = AUTO, progress: Callable[[float], None] | None = None
-) -> ReplanOutcome:
+) -> driver.ReplanOutcome:
     if use == "trimtab":
         return loop_run(truth, rules, progress=progress)
     if use == "oracle":
-        return free_oracle(truth)
+        return driver.free_oracle(truth)
     return kept(truth, rules) if use == "kept" else best_static(truth, rules)
 
 
-def figures(outcome: ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
+def figures(outcome: driver.ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
     arrived = [move for move in outcome.moves if move.arrived]
     return ReplanFigures(
         policy,
@@ -249,9 +240,9 @@ def figures(outcome: ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
         len(arrived),
         len(outcome.moves) - len(arrived),
         sum(move.forced for move in arrived),
-        outcome.spent[MOVES],
-        outcome.spent[AGAIN],
-        outcome.spent[WAITS],
+        outcome.spent[driver.MOVES],
+        outcome.spent[driver.AGAIN],
+        outcome.spent[driver.WAITS],
         outcome.void,
         outcome.decisions,
         outcome.events,
