@@ -17,6 +17,7 @@ from typing import Any
 
 from trimtab.compat.schedulemesh import conversion
 from trimtab.compat.schedulemesh.config.policy import PreemptionAggressiveness, PreemptionSettings
+from trimtab.compat.schedulemesh.conversion import SimpleTaskSpec
 from trimtab.core.errors import InputError, TrimtabError, check_known
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import ENDED, TaskState
@@ -179,7 +180,7 @@ class SimpleScheduler:
         the constructor are filled in if it has them and they are not given. A task that is not registered
         (`auto_register` false) is never evicted.
         """
-        spec = conversion.SimpleTaskSpec(
+        spec = SimpleTaskSpec(
             task_id, pool, actor_class, resources, priority, labels, actor_args, actor_kwargs, agent_name,
             estimated_duration, auto_register, ray_options,
         )  # fmt: skip
@@ -201,15 +202,15 @@ class SimpleScheduler:
         ray_options: Mapping[str, Any] | None = None,
     ) -> conversion.Answer:
         """As `submit`, but only within the pool's quota: if that is short it is refused, and nothing is evicted."""
-        spec = conversion.SimpleTaskSpec(
+        spec = SimpleTaskSpec(
             task_id, pool, actor_class, resources, priority, labels, actor_args, actor_kwargs, None,
             estimated_duration, auto_register, ray_options,
         )  # fmt: skip
         return self._submit(spec, over_quota=False)
 
-    def submit_spec(self, spec: conversion.SimpleTaskSpec) -> conversion.Answer:
+    def submit_spec(self, spec: SimpleTaskSpec) -> conversion.Answer:
         """As `submit`, with everything in one object."""
-        if not isinstance(spec, conversion.SimpleTaskSpec):
+        if not isinstance(spec, SimpleTaskSpec):
             return conversion.refused(InputError(f"submit_spec takes a SimpleTaskSpec, not {spec!r}"), {})
         return self._submit(spec, over_quota=True)
 
@@ -301,7 +302,7 @@ class SimpleScheduler:
             raise InputError(f"the scheduler {self.name} was shut down", hint="make a new SimpleScheduler")
         return self.session
 
-    def _submit(self, spec: conversion.SimpleTaskSpec, *, over_quota: bool) -> conversion.Answer:
+    def _submit(self, spec: SimpleTaskSpec, *, over_quota: bool) -> conversion.Answer:
         facts: conversion.Answer = {"task_id": spec.task_id, "pool": spec.pool}
         try:
             session = self._open()
@@ -389,7 +390,7 @@ class SimpleScheduler:
                     return task
         return session.task(name).seen
 
-    def _agent_name(self, spec: conversion.SimpleTaskSpec, session: Session) -> str:
+    def _agent_name(self, spec: SimpleTaskSpec, session: Session) -> str:
         """The agent's name; unique among live ones."""
         if spec.agent_name is None:
             return spec.task_id
