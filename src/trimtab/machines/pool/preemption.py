@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool.capacity import Vector, place, tightest
 from trimtab.machines.pool.records import PgState, PlacementGroup, PlacementGroupKind, PoolTask
@@ -32,8 +33,7 @@ POOL_TRIED = 24
 PreemptionCost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class PreemptionPlan:
+class PreemptionPlan(Frozen):
     """What to evict, and where the task goes then. Empty `nodes` and no `group`: nothing helps."""
 
     nodes: tuple[str, ...] = ()  # of the group to create

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from trimtab.core.errors import InfeasibleError, InputError, check_known, meant
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.formats import sections, yaml_text
 from trimtab.formats.sections import Section
@@ -42,8 +43,7 @@ AS_IT_WAS = "as it was"
 SEED = 0
 
 
-@dataclass(frozen=True)
-class AlternativePolicy:
+class AlternativePolicy(Frozen):
     """A policy to try: changes to the journal's pools and rules, or a baseline."""
 
     policy: PoolPolicy
@@ -88,8 +88,7 @@ class AlternativePolicy:
 UNCHANGED = AlternativePolicy(PoolPolicy(AS_IT_WAS, "trimtab"), unchanged=True)
 
 
-@dataclass(frozen=True)
-class JournalRun:
+class JournalRun(Frozen):
     """A replay and its instructions."""
 
     figures: PoolFigures
@@ -370,8 +369,7 @@ def _curves(world: JournalWorld) -> driver.PoolCurves:
 # ---- agreement ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ReplayAgreement:
+class ReplayAgreement(Frozen):
     """How close the replay of the recorded policy is to the recording."""
 
     instructions: int  # recorded instructions for replayed tasks

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +26,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import Resources
 from trimtab.formats import sections
 from trimtab.formats.yaml_text import read_source
@@ -56,8 +57,7 @@ ALL = "all"
 OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
 
 
-@dataclass(frozen=True)
-class ClassFigures:
+class ClassFigures(Frozen):
     """Figures of a class of tasks, or of all tasks."""
 
     tasks: int
@@ -73,8 +73,7 @@ class ClassFigures:
 OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
 
 
-@dataclass(frozen=True)
-class PoolFigures:
+class PoolFigures(Frozen):
     """Figures of a run."""
 
     policy: str
@@ -169,8 +168,7 @@ Sizes = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class PriorityClass:
+class PriorityClass(Frozen):
     """A priority class and its share of the tasks."""
 
     name: str
@@ -181,8 +179,7 @@ class PriorityClass:
 CLASSES = (PriorityClass("high", 8.0, 0.1), PriorityClass("normal", 5.0, 0.3), PriorityClass("low", 2.0, 0.6))
 
 
-@dataclass(frozen=True)
-class TaskGenerator:
+class TaskGenerator(Frozen):
     """Generated jobs: Poisson arrivals, random durations, sizes by share."""
 
     count: sections.Count
@@ -307,8 +304,7 @@ Policies = Annotated[tuple[Policy, ...], Field(min_length=1), sections.checked_b
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ClusterSettings:
+class ClusterSettings(Frozen):
     """Identical nodes, and their churn."""
 
     nodes: sections.Count
@@ -328,8 +324,7 @@ class ClusterSettings:
         return "; ".join([size, *more, *([self.churn.text()] if self.churn else [])])
 
 
-@dataclass(frozen=True)
-class WorkloadSettings:
+class WorkloadSettings(Frozen):
     """The workload of a scenario."""
 
     trace: Path | None = None
@@ -373,8 +368,7 @@ class WorkloadSettings:
         return f"{text}; classes drawn at random, independent of size and length: {shares}"
 
 
-@dataclass(frozen=True)
-class PoolScenario:
+class PoolScenario(Frozen):
     """A pool scenario."""
 
     cluster: Annotated[ClusterSettings, sections.FieldsOf(ClusterSettings)]

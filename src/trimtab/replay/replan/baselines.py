@@ -9,11 +9,12 @@ the nodes that are present throughout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.machine import ReplanMachine
@@ -176,8 +177,7 @@ USES = {
 AUTO = ReplanRules(mode=ReplanMode.auto)
 
 
-@dataclass(frozen=True)
-class ReplanFigures:
+class ReplanFigures(Frozen):
     """Figures of a run. Seconds are of the run; work voided by a loss is in `void_s`."""
 
     policy: str

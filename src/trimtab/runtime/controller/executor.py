@@ -16,11 +16,11 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.pool import events
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, AwaitedKey, key_of
@@ -469,8 +469,7 @@ class InstructionExecutor:
 READ_S = 60.0  # to read a state from its node
 
 
-@dataclass(frozen=True)
-class SavedMemberState:
+class SavedMemberState(Frozen):
     """The state that a worker saved, and the node that keeps it until it is on the controller's disk."""
 
     node: str

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
 from trimtab.core.errors import TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.records import PgState, PoolTask
@@ -36,8 +36,7 @@ log = logging.getLogger("trimtab.controller")
 ANSWER_S = 60.0
 
 
-@dataclass(frozen=True)
-class Remains:
+class Remains(Frozen):
     """Names of the Ray actors and placement groups that a controller left."""
 
     actors: tuple[str, ...]
