@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import time
@@ -15,7 +16,7 @@ import ray
 
 CYCLE = 32  # samples between two weight syncs
 LONG = 15  # steps with long answers; shorter ones follow
-SYNC_S = 0.1
+SYNC_S, WAKE_S, SLEEP_S = 0.1, 0.3, 0.1
 TOKEN_S = float(os.environ.get("TOKEN_S", "0.03"))  # the pace of a large model: a tiny one is too quick to be drained
 PIECE = 10  # tokens of a call, which is paced as a whole
 SLOTS, CONTEXT = 8, 512
@@ -40,21 +41,17 @@ def completion(ids, tokens):
 
 @ray.remote(num_cpus=0, max_concurrency=1000)
 class Engine:
-    """A llama.cpp server with the calls of verl's. Asleep, it has ended; if its actor dies, the kernel ends it."""
+    """A llama.cpp server with the calls of verl's. Asleep, it is stopped by a signal; it ends with its actor."""
 
     def __init__(self, name):
-        self.name, self.version, self.session = name, 0, None
+        self.name, self.version, self.asleep, self.session = name, 0, False, None
         self.open, self.aborting, self.rejecting = asyncio.Event(), asyncio.Event(), False
         self.open.set()
         self.running, self.starts, self.faults, self.aborted = 0, [], [], 0
-        self.begun = self.made = 0
-        self._begin()
-
-    def _begin(self):
+        self.made = 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.begun += 1
         self.url, self.up = f"http://127.0.0.1:{port}", False
         given = [os.environ["MODEL"], SLOTS, CONTEXT, port, os.getpid()]
         command = [PYTHON, HELPERS / "engine_servers.py", *map(str, given)]
@@ -79,7 +76,7 @@ class Engine:
             if self.rejecting:
                 return self._output([], "aborted")
             await self.open.wait()
-        if self.server is None:
+        if self.asleep:
             self.faults.append(f"{self.name} was asked for tokens while asleep")
         self.starts.append((time.time(), self.version))
         prompt, had, made = (prompt_ids[0] - 1) * 90 + prompt_ids[1] - 1, len(prompt_ids) - 2, []
@@ -141,22 +138,21 @@ class Engine:
     async def sleep(self):
         if self.running:
             self.faults.append(f"{self.name} was put to sleep with {self.running} requests")
-        if self.server is not None:
-            self.server.kill()
-            self.server.wait()
-        self.server = None
+        await self._wait_up()
+        await asyncio.sleep(SLEEP_S)
+        self.server.send_signal(signal.SIGSTOP)
+        self.asleep = True
 
     async def wake_up(self):
-        if self.server is None:
-            self._begin()
+        self.server.send_signal(signal.SIGCONT)
         await self._wait_up()
+        self.asleep = False
 
     async def load(self, version, wake):
         """New weights, as a checkpoint engine or the colocated trainer sends them."""
         if wake:
             await self.wake_up()
-        else:
-            await asyncio.sleep(SYNC_S)
+        await asyncio.sleep(WAKE_S if wake else SYNC_S)
         self.version = version
 
     async def clear_kv_cache(self): ...
@@ -166,7 +162,7 @@ class Engine:
     async def resume_kv_cache(self): ...
 
     async def seen(self):
-        counts = {"aborted": self.aborted, "begun": self.begun, "made": self.made}
+        counts = {"aborted": self.aborted, "made": self.made}
         return {"starts": self.starts, "faults": self.faults} | counts
 
 
