@@ -91,7 +91,7 @@ class PendingQueue:
             task.came_back,
             task.evictions > 0,
         )
-        entry = ((task.submitted_at / AGEING_S_PER_POINT - task.spec.priority), task.seq, task.id)
+        entry = (task.submitted_at / AGEING_S_PER_POINT - task.spec.priority, task.seq, task.id)
         queue = self._queues.get(kind)
         if queue is None:
             queue = self._queues[kind] = ClassQueue(kind)

@@ -200,7 +200,7 @@ def _gpus_for(
         if requested in given:
             raise InfeasibleError(
                 f"GPU {requested} is taken: {_holders_text({requested: given[requested]})}",
-                hint=(f"free: {ids_text(tuple(free))}" if free else "`trimtab node remove NODE` frees one"),
+                hint=f"free: {ids_text(tuple(free))}" if free else "`trimtab node remove NODE` frees one",
             )
         free = [requested, *(gpu for gpu in free if gpu != requested)]
     if count == 0:
