@@ -23,12 +23,11 @@ TIE = 1e-3  # nat between the two likeliest tokens, where what runs beside a req
 pytestmark = pytest.mark.frameworks
 
 
-def trained(policy: str, steps: int, faults: str, folder: Path) -> dict[str, Any]:
-    """A run in verl's environment: what its trainer, its controller and the engines have seen."""
+def in_verl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     assert PYTHON.exists(), "there is no .venv-verl: run tools/make-framework-envs"
     paths = (ROOT / "src", Path(__file__).parent)
-    done = subprocess.run(
-        [PYTHON, Path(__file__).parent / "verl_elastic.py", policy, str(steps), faults],
+    return subprocess.run(
+        [PYTHON, *arguments],
         capture_output=True,
         text=True,
         timeout=1800,
@@ -41,6 +40,11 @@ def trained(policy: str, steps: int, faults: str, folder: Path) -> dict[str, Any
             "RAY_USAGE_STATS_ENABLED": "0",
         },
     )
+
+
+def trained(policy: str, steps: int, faults: str, folder: Path) -> dict[str, Any]:
+    """A run in verl's environment: what its trainer, its controller and the engines have seen."""
+    done = in_verl(folder, str(Path(__file__).parent / "verl_elastic.py"), policy, str(steps), faults)
     line = next((text for text in done.stdout.splitlines() if text.startswith("SEEN")), None)
     assert line is not None, done.stderr[-3000:]
     seen: dict[str, Any] = json.loads(line.removeprefix("SEEN"))
@@ -122,3 +126,16 @@ def test_verls_default_policy_goes_through_the_same_trace_on_the_same_stand(tmp_
     assert seen["short"] == []
     assert wrong_answers(seen, tmp_path) == []
     assert seen["activated"] >= seen["deactivated"] > 0
+
+
+IMPORTS = """
+from verl.trainer.ppo import ray_trainer
+from trimtab.compat.verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from trimtab.compat.verl.workers.rollout.elastic_scheduler import ElasticConfig, ElasticScheduler
+print(issubclass(RayPPOTrainer, ray_trainer.RayPPOTrainer), ElasticConfig().max_workers, ElasticScheduler.__name__)
+"""
+
+
+def test_the_import_lines_of_the_elastic_schedulers_document_work_beside_verl_itself(tmp_path: Path) -> None:
+    done = in_verl(tmp_path, "-c", IMPORTS)
+    assert done.stdout.splitlines()[-1:] == ["True 8 ElasticScheduler"], done.stderr[-3000:]

@@ -35,7 +35,7 @@ from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncT
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, MessageQueueClient
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
-from verl_elastic_engines import HELPERS, PYTHON, SYNC_S, Engine, SyncWorker, TrainWorker, length, prompt_ids
+from verl_elastic_engines import HELPERS, PYTHON, Engine, SyncWorker, TrainWorker, length, prompt_ids
 
 HERE = "verl_elastic"  # this module, as the actors import it
 REQUIRED, COLLECTIONS = 16, 2
@@ -170,8 +170,10 @@ class Trainer(FullyAsyncTrainer.__ray_metadata__.modified_class):
         return found
 
     def _later(self, call, *given):
-        time.sleep(SYNC_S / 2)
-        self.drained_while = self.dynamic_resource_controller.policy._syncing
+        policy, until = self.dynamic_resource_controller.policy, time.monotonic() + 60
+        while not policy._syncing and time.monotonic() < until:
+            time.sleep(0.001)
+        self.drained_while = policy._syncing
         call(*given)
 
     async def seen(self):
