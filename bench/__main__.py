@@ -17,6 +17,7 @@ TABLES = (
     "rollout",
     "rollout_pieces",
     "rollout_step",
+    "heldout",
     "gateway",
     "startup",
     "loop",

@@ -1,9 +1,9 @@
 """Runs inside .venv-verl: verl's fully-async training on CPUs, with one of its dynamic schedule policies.
 
 verl's own: the rollouter with its data loading, its server manager, load balancer and client, the message queue, the
-trainer's loop, checkpoint managers with their sync groups, and the resource controller. Stand-ins, because they need a
-GPU: the engines (actors whose tokens follow from the prompt, so that every answer can be checked), the training (a
-pause), the weights (a number that is sent to each engine), the agent loop (one call of verl's client per answer).
+trainer's loop, checkpoint managers with their sync groups, and the resource controller. Each replica is a llama.cpp
+server on a tiny model. Stand-ins, because they need a GPU: the training (a pause), the weights (a number that is sent
+to each engine), the agent loop (one call of verl's client per answer).
 
 Arguments: the policy, the number of steps, faults or not. Standard output: a line that begins with SEEN, then JSON.
 """
@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,7 @@ from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncT
 from verl.experimental.fully_async_policy.message_queue import MessageQueue, MessageQueueClient
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
-from verl_elastic_engines import SYNC_S, Engine, SyncWorker, TrainWorker, answer, length
+from verl_elastic_engines import HELPERS, PYTHON, Engine, SyncWorker, TrainWorker, length, prompt_ids
 
 HERE = "verl_elastic"  # this module, as the actors import it
 REQUIRED, COLLECTIONS = 16, 2
@@ -108,7 +109,8 @@ class Trainer(FullyAsyncTrainer.__ray_metadata__.modified_class):
 
     async def init_workers(self):
         self.actor_wg = self.actor_rollout_wg = TrainGroup([TrainWorker.remote(rank) for rank in range(SHARED)])
-        self.got, self.wrong, self.steps_s, self.syncs = [], [], [], []
+        self.got, self.answers, self.short, self.steps_s, self.syncs = [], {}, [], [], []
+        self.killed = None
 
     def plan(self, faults, last_step):
         self.faults_left, self.last_step = faults, last_step
@@ -126,8 +128,9 @@ class Trainer(FullyAsyncTrainer.__ray_metadata__.modified_class):
             strict=True,
         ):
             self.got.append(prompt)
-            if tokens[:count] != [answer(prompt, at) for at in range(length(prompt))]:
-                self.wrong.append(prompt)
+            self.answers[prompt] = tokens[:count]
+            if count != length(prompt):
+                self.short.append(prompt)
         return batch
 
     def _same(self, batch):
@@ -153,7 +156,8 @@ class Trainer(FullyAsyncTrainer.__ray_metadata__.modified_class):
             self.faults_left = [fault for fault in self.faults_left if fault not in due]
             for _, what, who in due:
                 if what == "kill":
-                    os.kill(ray.get(ray.get_actor(who).pid.remote()), signal.SIGKILL)
+                    actor, self.killed = ray.get(ray.get_actor(who).pids.remote())
+                    os.kill(actor, signal.SIGKILL)
                 elif what == "drain":  # while the sync runs
                     policy = self.dynamic_resource_controller.policy
                     asyncio.get_running_loop().run_in_executor(None, self._later, policy.drain, who, "by the test")
@@ -166,8 +170,10 @@ class Trainer(FullyAsyncTrainer.__ray_metadata__.modified_class):
         return found
 
     def _later(self, call, *given):
-        time.sleep(SYNC_S / 2)
-        self.drained_while = self.dynamic_resource_controller.policy._syncing
+        policy, until = self.dynamic_resource_controller.policy, time.monotonic() + 60
+        while not policy._syncing and time.monotonic() < until:
+            time.sleep(0.001)
+        self.drained_while = policy._syncing
         call(*given)
 
     async def seen(self):
@@ -176,7 +182,9 @@ class Trainer(FullyAsyncTrainer.__ray_metadata__.modified_class):
         status = policy.status() if hasattr(policy, "status") else {}
         return {
             "got": self.got,
-            "wrong": self.wrong,
+            "answers": self.answers,
+            "short": self.short,
+            "killed_server_lives": self.killed is not None and Path(f"/proc/{self.killed}").exists(),
             "syncs": self.syncs,
             "activated": controller.activate_count,
             "deactivated": controller.deactivate_count,
@@ -212,7 +220,7 @@ class AgentLoop:
         began = time.time()
         outputs = await asyncio.gather(
             *(
-                self.client.generate(uuid4().hex, prompt_ids=[prompt], sampling_params={"max_tokens": 400})
+                self.client.generate(uuid4().hex, prompt_ids=prompt_ids(prompt), sampling_params={"max_tokens": 400})
                 for prompt in prompts
             )
         )
@@ -342,6 +350,8 @@ def main():
 
     policy, steps, with_faults = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "faults"
     os.environ["PROMPTS"] = str(steps * REQUIRED * COLLECTIONS)
+    made = "from tiny_gguf import tiny_gguf; print(tiny_gguf())"
+    os.environ["MODEL"] = subprocess.check_output([PYTHON, "-c", made], text=True, cwd=HELPERS).strip()
     faults = []
     if with_faults:
         half = steps // 2

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 
 LONGEST_S = 1e9  # 30 years
 SHORTEST_S = 0.01
@@ -35,8 +36,7 @@ def is_whole(value: object, minimum: float = -math.inf, maximum: float = MAX_COU
     return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(Frozen):
     """Numbers that a setting takes."""
 
     minimum: float = 0.0

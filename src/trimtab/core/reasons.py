@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+
+from trimtab.core.frozen import Frozen
 
 
 class ReasonCode(str, enum.Enum):
@@ -131,8 +132,7 @@ class ReasonCode(str, enum.Enum):
     stuck = "STUCK"  # neither the old nor the new plan can run: the run stops
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(Frozen):
     """The cause of a wait, start, eviction or end: a code for programs and a sentence for users."""
 
     code: ReasonCode
@@ -142,8 +142,7 @@ class Reason:
         return f"{self.code.value}: {self.sentence}"
 
 
-@dataclass(frozen=True)
-class StoryEntry:
+class StoryEntry(Frozen):
     """One entry of a story: time, new state and reason."""
 
     at: float

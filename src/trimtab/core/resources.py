@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 
 GRAIN = 10_000  # units in 1
 LABEL = "label "  # a label that a node must have is a resource of this name: `label gpu=h200`
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(Frozen):
     """Amounts by name, in ten-thousandths, sorted by name, none of them zero."""
 
     units: tuple[tuple[str, int], ...] = ()

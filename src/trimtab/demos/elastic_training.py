@@ -13,12 +13,12 @@ import importlib.util
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 
 ROWS = 384  # of a global batch; divisible by 1 to 4, 6 and 8
 FEATURES = 16
@@ -30,8 +30,7 @@ TOLERANCE = 1e-9  # relative; sums in another order differ by rounding
 Array = Any  # a float64 numpy array
 
 
-@dataclass(frozen=True)
-class GradientShare:
+class GradientShare(Frozen):
     """Sums over a member's rows, so that shares of any size can be combined."""
 
     rows: int
@@ -39,8 +38,7 @@ class GradientShare:
     gradients: tuple[Array, ...]
 
 
-@dataclass(frozen=True)
-class TrainingReport:
+class TrainingReport(Frozen):
     """A member's report of a step: loss of the batch and of its rows, and its device."""
 
     loss: float

@@ -12,11 +12,11 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InfeasibleError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.formats import yaml_text
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ RETURN_S = 30.0  # timeout for an evicted task to run again
 NOT_DONE = 4  # exit status if a check failed
 
 
-@dataclass(frozen=True)
-class WorkerRole:
+class WorkerRole(Frozen):
     """Resources and priority of a kind of worker."""
 
     name: str

@@ -34,6 +34,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from trimtab.core.errors import TrimtabError, UnreachableError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Ranges, check_fields
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
 from trimtab.runtime.engines.engine import (
@@ -55,8 +56,7 @@ WATCH_MODES = ("actor", "http", "none")
 ALIVE_S = 5.0  # an actor that does not answer within this is busy, not dead: Ray reports deaths itself
 
 
-@dataclass(frozen=True)
-class BalancerSettings:
+class BalancerSettings(Frozen):
     """Keys of verl's router file besides `router_class`."""
 
     limit: int = 256  # concurrent turns per server

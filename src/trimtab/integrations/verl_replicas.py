@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import MAX_COUNT, Range
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.runtime.procs.background import describe
@@ -38,8 +38,7 @@ def check_verl(version: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class GuardedServer:
+class GuardedServer(Frozen):
     """A server's handle. Where its actor is dead, the request ends as aborted and the server gets no more."""
 
     server: str
@@ -56,8 +55,7 @@ class GuardedServer:
         return GuardedGenerate(self)
 
 
-@dataclass(frozen=True)
-class GuardedGenerate:
+class GuardedGenerate(Frozen):
     """`generate` of a guarded server, called as a Ray method is."""
 
     guarded: GuardedServer
@@ -79,8 +77,7 @@ def _aborted() -> Any:
     return TokenOutput(token_ids=[], stop_reason="aborted")
 
 
-@dataclass(frozen=True)
-class VerlSetup:
+class VerlSetup(Frozen):
     """What the rollouter has, by address of the server."""
 
     elastic_config: Mapping[str, Any]

@@ -8,10 +8,10 @@ read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -60,8 +60,7 @@ LARGEST = 10**9
 """Larger values are mistakes: no field of an existing model is larger."""
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(Frozen):
     """A model's shape and its parameter counts by the formulas of its family.
 
     Layers mix tokens by full attention, by attention over a window, or by a recurrent state (`linear_layers`: gated
@@ -244,8 +243,7 @@ def from_config(data: Mapping[str, Any], name: str) -> Architecture:
     )
 
 
-@dataclass(frozen=True)
-class _Mixing:
+class _Mixing(Frozen):
     """How many layers mix tokens in which way, and how many have an MLP; `moes` only where a pattern states it."""
 
     attention: int

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import SHORTEST_S, Ranges, check_fields
 
 NARROW_GAP = 0.15  # thresholds closer than this are warned about
@@ -26,8 +26,7 @@ WHERE = "elastic_config"
 PolicyFunction = Callable[[Any, Any], tuple[Any, Any]]  # state and sample in, state and decision out
 
 
-@dataclass(frozen=True)
-class ElasticConfig:
+class ElasticConfig(Frozen):
     """Settings of elastic rollout. Thresholds are shares of capacity, times are seconds."""
 
     scale_down_threshold: float = 0.5  # workers are released when the load is below this share of capacity

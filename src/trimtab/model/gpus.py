@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from trimtab.core.frozen import Frozen
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "nvfp4": 4, "int4": 4}
 
 
-@dataclass(frozen=True)
-class GpuKind:
+class GpuKind(Frozen):
     """Dense peak rates; links are bytes per second of one GPU in one direction; GB of memory are 2^30 bytes."""
 
     name: str

@@ -8,8 +8,9 @@ else goes on. Every bucket has timers of its own and none is a remainder; `unboo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
+
+from trimtab.core.frozen import Frozen
 
 BUCKETS = {
     "compute": "compute",
@@ -33,8 +34,7 @@ UNBOOKED_WARNING = 0.03
 """Share of the wall time above which unbooked time is warned of."""
 
 
-@dataclass(frozen=True)
-class TimedSpan:
+class TimedSpan(Frozen):
     """What a timer measured: a bucket, and its seconds on a timeline."""
 
     bucket: str
@@ -69,8 +69,7 @@ def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-@dataclass(frozen=True)
-class LedgerSummary:
+class LedgerSummary(Frozen):
     """Median share of the wall time of several iterations, by bucket, and unbooked."""
 
     shares: Mapping[str, float]

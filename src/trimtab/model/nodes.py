@@ -6,10 +6,10 @@ Decisions about them are made in `trimtab.machines.nodes` and `trimtab.machines.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import ClassVar
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import COUNT, MAX_COUNT, SHORTEST_S, Ranges, check_fields
 from trimtab.core.reasons import Reason
 from trimtab.core.resources import NOTHING, Resources
@@ -30,8 +30,7 @@ class NodeState(str, enum.Enum):
 THERE = (NodeState.ready, NodeState.held, NodeState.suspect, NodeState.draining)
 
 
-@dataclass(frozen=True)
-class NodeFacts:
+class NodeFacts(Frozen):
     """What a node has."""
 
     total: Resources
@@ -42,8 +41,7 @@ class NodeFacts:
     head: bool = False
 
 
-@dataclass(frozen=True)
-class NodeView:
+class NodeView(Frozen):
     """A node as other components see it."""
 
     node: str
@@ -58,8 +56,7 @@ class NodeView:
     announced: bool = True  # False: a join or drain whose window for further changes is still open
 
 
-@dataclass(frozen=True)
-class NodeChange:
+class NodeChange(Frozen):
     """Node changes of one window, announced together; each id is in at most one of the fields."""
 
     number: int  # 1, 2, 3 ...
@@ -70,8 +67,7 @@ class NodeChange:
     reason: Reason | None = None
 
 
-@dataclass(frozen=True)
-class NodePolicy:
+class NodePolicy(Frozen):
     """How nodes are judged; times in seconds."""
 
     suspect_s: float = 1.0  # without a heartbeat: suspect
@@ -102,8 +98,7 @@ class MemberState(str, enum.Enum):
     gone = "gone"  # ended or lost
 
 
-@dataclass(frozen=True)
-class ElasticSpec:
+class ElasticSpec(Frozen):
     """An elastic group: as many members as there is capacity for, one unit of resources each, within limits."""
 
     name: str
@@ -137,8 +132,7 @@ class ElasticSpec:
             )
 
 
-@dataclass(frozen=True)
-class World:
+class World(Frozen):
     """The members between two step boundaries, by rank: contiguous, in node order."""
 
     epoch: int  # 1, 2, 3 ...

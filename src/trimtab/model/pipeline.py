@@ -6,14 +6,14 @@ are in the names; MB are 2^20 bytes and Mbps 2^20 bits a second, as in the files
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from trimtab.core.frozen import Frozen
 
 Objective = Literal["throughput", "latency"]
 
 
-@dataclass(frozen=True)
-class ModelChain:
+class ModelChain(Frozen):
     """A model whose layers run in sequence. `parameters_*` count elements of one item of a microbatch."""
 
     name: str
@@ -26,8 +26,7 @@ class ModelChain:
         return len(self.mem_mb)
 
 
-@dataclass(frozen=True)
-class DeviceType:
+class DeviceType(Frozen):
     """A type of device. Without `time_s` it was not profiled: it holds no layer, but may be source or sink."""
 
     name: str
@@ -36,16 +35,14 @@ class DeviceType:
     time_s: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(Frozen):
     """A usable device, under the name that the runtime resolves."""
 
     name: str
     type: str
 
 
-@dataclass(frozen=True)
-class HostLink:
+class HostLink(Frozen):
     """The link between two hosts, in both directions. `bw_mbps` `None`: as their types say."""
 
     hosts: tuple[str, str]
@@ -53,8 +50,7 @@ class HostLink:
     latency_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class PipelineJob:
+class PipelineJob(Frozen):
     """Input of the partition planner.
 
     `element_bytes` is the size of an element of the microbatch; `headroom` the share of each device's memory to keep
@@ -81,8 +77,7 @@ class PipelineJob:
         return next(t for t in self.types if t.name == name)
 
 
-@dataclass(frozen=True)
-class PipelineStage:
+class PipelineStage(Frozen):
     """Layers `first` to `last` (from 1, inclusive) on one host.
 
     `transfer_seconds` is the time to send its output on: 0 after the last stage unless a sink is named.
@@ -98,8 +93,7 @@ class PipelineStage:
     memory_available_bytes: float
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(Frozen):
     """Stages in layer order. `input_seconds`: time to bring the input in, where a source is named."""
 
     stages: tuple[PipelineStage, ...]
@@ -119,16 +113,14 @@ class Schedule:
         return self.input_seconds + sum(s.compute_seconds + s.transfer_seconds for s in self.stages)
 
 
-@dataclass(frozen=True)
-class FrontierPoint:
+class FrontierPoint(Frozen):
     """The smallest bottleneck with at most `devices` devices."""
 
     devices: int
     bottleneck_seconds: float
 
 
-@dataclass(frozen=True)
-class PipelineLimit:
+class PipelineLimit(Frozen):
     """What limits a pipeline: compute of a stage, or a transfer. `stage` counts from 0; -1 is the input."""
 
     what: Literal["compute", "transfer"]
@@ -136,8 +128,7 @@ class PipelineLimit:
     seconds: float
 
 
-@dataclass(frozen=True)
-class PartitionAnswer:
+class PartitionAnswer(Frozen):
     """A schedule with its proof.
 
     `lower_bound_seconds` bounds the objective: bottleneck or latency. `optimal`: the schedule reaches it.

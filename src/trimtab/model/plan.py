@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+from trimtab.core.frozen import Frozen
 
 PlacementMode = Literal["collocated", "disaggregated", "hybrid"]
 BarKind = Literal["run", "switch", "sync"]
 
 
-@dataclass(frozen=True)
-class AllowedGroup:
+class AllowedGroup(Frozen):
     """Components that a framework can put on the same GPUs, and the group sizes it accepts (`None`: any)."""
 
     components: frozenset[str]
     sizes: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class FrameworkRules:
+class FrameworkRules(Frozen):
     """Which plans a framework can run; the search stays inside them.
 
     `framework` is its display name, with its mode where that matters. `groupings` lists every allowed partition of the
@@ -34,8 +33,7 @@ class FrameworkRules:
     spanning: tuple[tuple[AllowedGroup, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class TimelineBar:
+class TimelineBar(Frozen):
     """One bar of a timeline: a component doing one thing without interruption."""
 
     component: str
@@ -44,8 +42,7 @@ class TimelineBar:
     end: float
 
 
-@dataclass(frozen=True)
-class ComponentGroup:
+class ComponentGroup(Frozen):
     """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind.
 
     Groups are disjoint, except where a framework lets one overlap others: they take turns then.
@@ -56,8 +53,7 @@ class ComponentGroup:
     kind: str = ""
 
 
-@dataclass(frozen=True)
-class PlacedComponent:
+class PlacedComponent(Frozen):
     """One component of a plan.
 
     `seconds` is its compute time for all batches; `start` and `end` are within the iteration; `gpus` are the ranks it
@@ -76,8 +72,7 @@ class PlacedComponent:
     switch_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Frozen):
     """Which GPUs each component gets, and the predicted iteration.
 
     `components` are in workflow order. `timeline` covers `timeline_seconds`: one iteration, or with staleness a few in
@@ -117,8 +112,7 @@ class Plan:
         return " under ".join(text for text in texts if text)
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(Frozen):
     """A plan that was not chosen: its label (`all shared`, `your placement` ...), and why it loses.
 
     `plan` is `None` where no such plan is feasible; the reason then names the constraint.
@@ -129,8 +123,7 @@ class Alternative:
     reason: str
 
 
-@dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Frozen):
     """How far a component's cost may be off before the choice changes.
 
     A factor is the first 5 % step at which another plan beats the chosen one by more than the noise; `None`: none does,
@@ -144,8 +137,7 @@ class Sensitivity:
     upper_becomes: str | None = None
 
 
-@dataclass(frozen=True)
-class ScalingCaveat:
+class ScalingCaveat(Frozen):
     """The effect on a plan if more GPUs scale less than perfectly, for components measured on one GPU count only.
 
     `components` are those; `doubling` is the assumed share of a perfect speed-up that doubling the GPUs gives, and
@@ -160,8 +152,7 @@ class ScalingCaveat:
     measure: tuple[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class IntervalCheck:
+class IntervalCheck(Frozen):
     """Whether the best plan stays the best while estimated costs lie anywhere in their intervals.
 
     `loss` is how much slower it is than another plan, at the worst corner; `factors` are the costs there, by component,
@@ -174,8 +165,7 @@ class IntervalCheck:
     becomes: str | None
 
 
-@dataclass(frozen=True)
-class PlacementAnswer:
+class PlacementAnswer(Frozen):
     """The planner's answer: the best plan with its proof, and what it was compared with.
 
     `unrestricted` is the best plan without the rules of `framework`, where that is better. `scaling` is set where some
@@ -198,8 +188,7 @@ class PlacementAnswer:
     interval: IntervalCheck | None = None
 
 
-@dataclass(frozen=True)
-class CurrentPlacement:
+class CurrentPlacement(Frozen):
     """Where the user's file places the components now: name to global ranks, or `None` where it does not say.
 
     `overlap`: components may share some of their GPUs without sharing all.

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from trimtab.core.errors import InputError, unknown
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, SECONDS, Ranges, check_fields
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import LABEL, Resources, total
@@ -49,8 +50,7 @@ class PlacementStrategy(str, enum.Enum):
     strict_spread = "STRICT_SPREAD"
 
 
-@dataclass(frozen=True)
-class PoolSpec:
+class PoolSpec(Frozen):
     """A named quota, and the slots that it holds.
 
     The quota limits what tasks use; slots (reserved ones, and dynamic ones kept for reuse) occupy nodes. An empty slot
@@ -102,8 +102,7 @@ class PoolSpec:
             )
 
 
-@dataclass(frozen=True)
-class TaskSpec:
+class TaskSpec(Frozen):
     """An actor to run in a pool, or a gang of actors that starts whole or not at all."""
 
     id: str
@@ -200,8 +199,7 @@ class Aggressiveness(str, enum.Enum):
         return {"low": 3.0, "medium": 1.0, "high": 0.5}[self.value]
 
 
-@dataclass(frozen=True)
-class PreemptionPolicy:
+class PreemptionPolicy(Frozen):
     """Which tasks may evict which. Without a policy nothing is evicted."""
 
     same_pool: bool = True
@@ -226,8 +224,7 @@ class PreemptionPolicy:
         check_fields(self, "the preemption policy")
 
 
-@dataclass(frozen=True)
-class BundlePlacement:
+class BundlePlacement(Frozen):
     """A slot of a task: a bundle of a placement group, on a node."""
 
     group: str
@@ -235,8 +232,7 @@ class BundlePlacement:
     node: str
 
 
-@dataclass(frozen=True)
-class TaskExplanation:
+class TaskExplanation(Frozen):
     """Why a task is in its state."""
 
     task: str

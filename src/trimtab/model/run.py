@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import COUNT, LONGEST_S, MAX_COUNT, Ranges, check_fields, is_number, is_whole
 from trimtab.core.reasons import Reason
 from trimtab.model.ledger import BUCKETS
@@ -42,8 +42,7 @@ SHARE = (0.0, 1_000.0)  # of a cost, an iteration or a spread
 MIN_LIMIT_S = 0.001
 
 
-@dataclass(frozen=True)
-class ReplanRules:
+class ReplanRules(Frozen):
     """When a run is moved to another plan. Counts are iterations."""
 
     mode: ReplanMode = ReplanMode.advise
@@ -78,8 +77,7 @@ class ReplanRules:
         check_fields(self, "the rules of the run")
 
 
-@dataclass(frozen=True)
-class ComponentTiming:
+class ComponentTiming(Frozen):
     """One component in one iteration. `busy_s` is its compute time for its batches, without waiting."""
 
     component: str
@@ -103,8 +101,7 @@ class ComponentTiming:
             raise InputError(f"{self.component} cannot have done this", where="a measured iteration")
 
 
-@dataclass(frozen=True)
-class Iteration:
+class Iteration(Frozen):
     """A completed iteration. `extra` names periodic work in it (validation, checkpoint): it is no cost measurement.
 
     `booked` is its ledger: seconds of each of `ledger.BUCKETS`, None where nothing was timed.
@@ -136,8 +133,7 @@ class Iteration:
             raise InputError(f"more is booked than iteration {self.number} took", where="its ledger")
 
 
-@dataclass(frozen=True)
-class CostEstimate:
+class CostEstimate(Frozen):
     """Current cost of a component relative to its profile: the profile's curve times `level`.
 
     `middle` is the level without the trend (with one, of the newest iterations); `spread` that of single iterations;
@@ -152,8 +148,7 @@ class CostEstimate:
     measured: int = 0  # iterations used
 
 
-@dataclass(frozen=True)
-class DecisionNumbers:
+class DecisionNumbers(Frozen):
     """The figures of a decision. Seconds per iteration are predicted from current measurements."""
 
     iteration_s: float | None = None  # of the plan that runs
@@ -178,8 +173,7 @@ class ChangeKind(str, enum.Enum):
     replaced = "replaced"  # what it ran on is gone
 
 
-@dataclass(frozen=True)
-class ComponentChange:
+class ComponentChange(Frozen):
     """What a migration does to one component. Slots are (node, GPU of that node)."""
 
     component: str
@@ -188,8 +182,7 @@ class ComponentChange:
     after: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
-class Migration:
+class Migration(Frozen):
     """From one plan to another while training goes on."""
 
     id: int  # 1, 2, 3 ...
@@ -205,8 +198,7 @@ class Migration:
         return tuple(change.component for change in self.changes if change.how is not ChangeKind.stays)
 
 
-@dataclass(frozen=True)
-class MigrationCost:
+class MigrationCost(Frozen):
     """Seconds of each stage of a completed migration."""
 
     move: int

@@ -7,10 +7,11 @@ Loaders in `formats` build these, planners in `plan` read them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import ClassVar
 
 from trimtab.core.errors import InputError, unknown
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import COUNT, Ranges
 
 ANY_KIND = ""  # of a cluster or profile that names no GPU kind; such a profile holds for every GPU
@@ -18,8 +19,7 @@ ANY_KIND = ""  # of a cluster or profile that names no GPU kind; such a profile 
 MAX_COMPONENTS = 8
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(Frozen):
     """One machine. `None` means not stated, hence not checked."""
 
     name: str
@@ -30,8 +30,7 @@ class Node:
     cpus: float | None = None
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(Frozen):
     """The machines to plan for. GPU ranks count through the nodes in this order."""
 
     nodes: tuple[Node, ...]
@@ -72,8 +71,7 @@ class Cluster:
         return sum(stated) if len(stated) == len(self.nodes) else None
 
 
-@dataclass(frozen=True)
-class GpuCurve:
+class GpuCurve(Frozen):
     """A value per GPU (gigabytes) as a function of the number of GPUs a component uses.
 
     Points are interpolated linearly and constant outside; `sharded` is divided by the count; `per_gpu` is added to
@@ -102,16 +100,14 @@ class GpuCurve:
 NOTHING = GpuCurve()
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Frozen):
     """GPU memory of a component: while it runs, and while another one of its group runs."""
 
     active: GpuCurve = NOTHING
     resident: GpuCurve = NOTHING
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(Frozen):
     """One way to run a component (for example a tensor-parallel size) and its cost.
 
     `seconds` maps a GPU kind to measured points (gpus, seconds for all batches), ascending in gpus. Where a kind has
@@ -135,8 +131,7 @@ class Variant:
         return gpus > 0 and gpus % self.multiple_of == 0 and (self.gpus is None or gpus in self.gpus)
 
 
-@dataclass(frozen=True)
-class Component:
+class Component(Frozen):
     """One role of the training loop.
 
     `granularity` is how many batches it takes from its inputs at a time; `None`: all of them. `completion` maps the
@@ -159,8 +154,7 @@ class Component:
         return self.cpu_seconds is not None
 
 
-@dataclass(frozen=True)
-class WeightSync:
+class WeightSync(Frozen):
     """The copy of weights from the trainer to the rollout at the end of an iteration."""
 
     source: str
@@ -169,8 +163,7 @@ class WeightSync:
     separate_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Workflow:
+class Workflow(Frozen):
     """The graph of components and how an iteration flows through it. Components are in file order."""
 
     components: tuple[Component, ...]
@@ -228,8 +221,7 @@ class Workflow:
         return replace(self, components=tuple(scale(component) for component in self.components))
 
 
-@dataclass(frozen=True)
-class PlacementJob:
+class PlacementJob(Frozen):
     """Input of the placement planner: a workflow on a cluster."""
 
     cluster: Cluster
@@ -276,8 +268,7 @@ def unknown_component(name: object, names: Collection[str], where: str) -> Input
     return unknown(name, names, where, "there is no component named {}")
 
 
-@dataclass(frozen=True)
-class ComponentProfile:
+class ComponentProfile(Frozen):
     """Measured cost of one component.
 
     `seconds` are points (gpus, median seconds of one iteration), ascending. `spread` is half the interquartile range
@@ -303,8 +294,7 @@ class ComponentProfile:
     }
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(Frozen):
     """The costs of a whole workflow, from one source (`verl`, `rlinf`, `nemo_rl`, `timer` ...)."""
 
     source: str

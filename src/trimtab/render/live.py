@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from trimtab.core.frozen import Frozen
 from trimtab.render.output import err, out, text_table
 from trimtab.render.text.run import RunNarrator, seconds
 
@@ -241,8 +242,7 @@ RunRequest = tuple[int, int]  # index of the policy, seed
 PROGRESS = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
 
 
-@dataclass(frozen=True)
-class _TimedRun:
+class _TimedRun(Frozen):
     """A run with its duration; picklable for other processes."""
 
     scenario: Any
@@ -269,8 +269,7 @@ def run_all(scenario: Any, run: Callable[..., Any], jobs: int) -> list[Any]:
     return [found[request] for request in requests]
 
 
-@dataclass(frozen=True)
-class _BarProgress:
+class _BarProgress(Frozen):
     """Advances the progress bar within a run."""
 
     bar: Progress

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.core.frozen import Frozen
 from trimtab.render.html.run.story import RunStory, read_story
 
 HEIGHT_PX = 900
 
 
-@dataclass(frozen=True)
-class RunReport:
+class RunReport(Frozen):
     """The report of the run in a folder; `save` writes it as a file."""
 
     folder: Path

@@ -151,14 +151,14 @@ def test_a_local_cluster_has_the_ports_of_the_document_unless_others_are_given()
 def test_the_elastic_schedulers_logger_is_found_by_the_name_on_the_page() -> None:
     from trimtab.compat.elastic_scheduler import scheduler
 
-    named = re.search(r"getLogger\(\"([\w.]+)\"\)", (ROOT / "docs" / "guides" / "migrate.md").read_text("utf-8"))
+    named = re.search(r"getLogger\(\"([\w.]+)\"\)", (ROOT / "docs" / "guides" / "migrate-verl.md").read_text("utf-8"))
     assert named is not None
     above = logging.getLogger(named.group(1))
     assert scheduler.log.name.startswith(above.name)
 
 
 def test_metric_names_of_the_migration_page_are_those_that_are_exported() -> None:
-    page = (ROOT / "docs" / "guides" / "migrate.md").read_text("utf-8")
+    page = (ROOT / "docs" / "guides" / "migrate-schedulemesh.md").read_text("utf-8")
     known = (ROOT / "docs" / "reference" / "metrics.md").read_text("utf-8")
     pools = (ROOT / "docs" / "guides" / "pools.md").read_text("utf-8")
     named = re.findall(r"`(ray_trimtab_\w+)`", page)

@@ -16,12 +16,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.http.tokens import own_folder, write_private
 from trimtab.runtime.procs.processes import ProcessIdentity, this
 
@@ -31,8 +32,7 @@ PLACE = "TRIMTAB_ROLLOUT_DIR"
 START_ONE = "start one: trimtab engine serve FILE"
 
 
-@dataclass(frozen=True)
-class RunningGateway:
+class RunningGateway(Frozen):
     """A gateway of this user on this machine."""
 
     url: str
@@ -43,8 +43,7 @@ class RunningGateway:
     logs: str = ""  # folder of the engines that it starts
 
 
-@dataclass(frozen=True)
-class GatewayTarget:
+class GatewayTarget(Frozen):
     """A gateway to call: address and token."""
 
     url: str

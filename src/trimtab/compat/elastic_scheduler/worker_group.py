@@ -11,10 +11,10 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.frozen import Frozen
 
 WorkerId = int | str  # as the group names its workers
 
@@ -38,8 +38,7 @@ class WorkerGroup(Protocol):
         """Restore a worker's memory; it can serve when this returns."""
 
 
-@dataclass(frozen=True)
-class WorkerStatus:
+class WorkerStatus(Frozen):
     """The status of one worker, as the group reports it."""
 
     active_requests: int

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import COUNT
 from trimtab.core.resources import Resources
 from trimtab.formats import sections
@@ -34,8 +34,7 @@ class PgPoolSection(Section):
     enable_pg_reuse: Switch = True
 
 
-@dataclass(frozen=True)
-class SimpleTaskSpec:
+class SimpleTaskSpec(Frozen):
     """A task for `submit_spec`: the arguments of `submit`, as one object."""
 
     task_id: str

@@ -15,26 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trimtab.compat.schedulemesh import conversion
 from trimtab.compat.schedulemesh.config.policy import PreemptionAggressiveness, PreemptionSettings
-from trimtab.compat.schedulemesh.conversion import (
-    AGENT_LABEL,
-    Amounts,
-    Answer,
-    SimpleTaskSpec,
-    arguments_of,
-    eviction_of,
-    handle_of,
-    in_bytes,
-    in_mb,
-    mapping_of,
-    name_of,
-    refused,
-    slot_stats,
-    slots_of,
-    total_of,
-    whole_of,
-    word_of,
-)
+from trimtab.compat.schedulemesh.conversion import SimpleTaskSpec
 from trimtab.core.errors import InputError, TrimtabError, check_known
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import ENDED, TaskState
@@ -101,7 +84,7 @@ class SimpleScheduler:
 
     # ---- settings ------------------------------------------------------------------------------------------------
 
-    def configure_preemption(self, **settings: Any) -> Answer:
+    def configure_preemption(self, **settings: Any) -> conversion.Answer:
         """Set the preemption policy; see `PreemptionSettings`. Settings that are not given stay as they are.
 
         Raises InputError for an unknown or wrong setting. Possible slips (a rule for a label that no task has, a
@@ -128,11 +111,11 @@ class SimpleScheduler:
         name: str,
         *,
         labels: Mapping[str, str] | None = None,
-        resources: Amounts | None = None,
+        resources: conversion.Amounts | None = None,
         target_agents: int = 0,
         placement_strategy: str = "STRICT_PACK",
         pg_pool_config: Mapping[str, Any] | None = None,
-    ) -> Answer:
+    ) -> conversion.Answer:
         """Create or find a pool with a quota of `resources` (default: all of the cluster).
 
         `target_agents` processes are kept warm. `pg_pool_config` may contain: enable, high_priority_pg_specs (slots
@@ -140,24 +123,24 @@ class SimpleScheduler:
         are created as tasks need them. For an existing pool the arguments must match, else `success` is False with the
         differences.
         """
-        facts: Answer = {"pool": name}
+        facts: conversion.Answer = {"pool": name}
         try:
-            word_of("the name of a pool", name)
-            mapping_of("labels", labels)
+            conversion.word_of("the name of a pool", name)
+            conversion.mapping_of("labels", labels)
             session = self._open()
             known = session.status()["pools"].get(name)
-            wanted = in_bytes(resources, f"pool {name}") if resources else self._default_quota(name)
+            wanted = conversion.in_bytes(resources, f"pool {name}") if resources else self._default_quota(name)
             pool = session.pool(
                 name,
                 wanted,
                 labels=labels,
-                warm_hosts=whole_of("target_agents", target_agents),
-                strategy=word_of("placement_strategy", placement_strategy),
-                **slots_of(pg_pool_config or {}, f"pool {name}"),
+                warm_hosts=conversion.whole_of("target_agents", target_agents),
+                strategy=conversion.word_of("placement_strategy", placement_strategy),
+                **conversion.slots_of(pg_pool_config or {}, f"pool {name}"),
             )
             slots = self._wait_slots(name)
         except TrimtabError as fault:
-            return refused(fault, facts)
+            return conversion.refused(fault, facts)
         reason = "it exists, with the same configuration" if known else "it was created"
         if slots["wanted"]:
             reason += f"; {slots['wanted']} of {len(pool.spec.reserved)} reserved slots wait for free resources"
@@ -165,12 +148,12 @@ class SimpleScheduler:
 
     def register_state_handlers(
         self, pool_name: str, preserver: Callable[[Any], Any], restorer: Callable[[Any, Any], None]
-    ) -> Answer:
+    ) -> conversion.Answer:
         """Save and restore tasks of a pool without `save()`: preserver(actor) -> state, restorer(actor, state)."""
         try:
             self._open().pool(pool_name).state_handlers(preserver, restorer)
         except TrimtabError as fault:
-            return refused(fault, {"pool": pool_name})
+            return conversion.refused(fault, {"pool": pool_name})
         return {"success": True, "pool": pool_name, "reason": "counts from the next start of a task", "error": None}
 
     # ---- tasks ---------------------------------------------------------------------------------------------------
@@ -181,7 +164,7 @@ class SimpleScheduler:
         task_id: str,
         pool: str,
         actor_class: Any,
-        resources: Amounts,
+        resources: conversion.Amounts,
         priority: float = 5.0,
         labels: Mapping[str, str] | None = None,
         actor_args: Sequence[Any] | None = None,
@@ -190,7 +173,7 @@ class SimpleScheduler:
         estimated_duration: float = 0.0,
         auto_register: bool = True,
         ray_options: Mapping[str, Any] | None = None,
-    ) -> Answer:
+    ) -> conversion.Answer:
         """Run an actor now, evicting others if the policy allows it, or refuse it with a reason.
 
         The answer's `agent` has its `handle`: `handle.method.remote(...)`, as with a Ray actor. `name` and `labels` of
@@ -209,7 +192,7 @@ class SimpleScheduler:
         task_id: str,
         pool: str,
         actor_class: Any,
-        resources: Amounts,
+        resources: conversion.Amounts,
         priority: float = 5.0,
         labels: Mapping[str, str] | None = None,
         actor_args: Sequence[Any] | None = None,
@@ -217,7 +200,7 @@ class SimpleScheduler:
         estimated_duration: float = 0.0,
         auto_register: bool = True,
         ray_options: Mapping[str, Any] | None = None,
-    ) -> Answer:
+    ) -> conversion.Answer:
         """As `submit`, but only within the pool's quota: if that is short it is refused, and nothing is evicted."""
         spec = SimpleTaskSpec(
             task_id, pool, actor_class, resources, priority, labels, actor_args, actor_kwargs, None,
@@ -225,17 +208,17 @@ class SimpleScheduler:
         )  # fmt: skip
         return self._submit(spec, over_quota=False)
 
-    def submit_spec(self, spec: SimpleTaskSpec) -> Answer:
+    def submit_spec(self, spec: SimpleTaskSpec) -> conversion.Answer:
         """As `submit`, with everything in one object."""
         if not isinstance(spec, SimpleTaskSpec):
-            return refused(InputError(f"submit_spec takes a SimpleTaskSpec, not {spec!r}"), {})
+            return conversion.refused(InputError(f"submit_spec takes a SimpleTaskSpec, not {spec!r}"), {})
         return self._submit(spec, over_quota=True)
 
-    def complete(self, task_id: str) -> Answer:
+    def complete(self, task_id: str) -> conversion.Answer:
         """Mark a task as done: its process ends, and its resources are free when this returns."""
         return self._end(task_id, lambda task: task.complete(), to_complete=True)
 
-    def delete_agent(self, name: str, *, force: bool = False, destroy_pg: bool = True) -> Answer:
+    def delete_agent(self, name: str, *, force: bool = False, destroy_pg: bool = True) -> conversion.Answer:
         """End the task of this name (its agent's or its own), and with `destroy_pg` its slot, also a reserved one.
 
         Its `cancel()` is called first, unless `force`. Without `destroy_pg` the slot is kept for the next task.
@@ -244,20 +227,22 @@ class SimpleScheduler:
 
     def get_actor(self, name: str) -> Any:
         """The handle of the running task of this name (its agent's or its own); InputError if there is none."""
-        handle = handle_of(self.session._ray, self._find_task(word_of("a task", name), agents=True))
+        handle = conversion.handle_of(
+            self.session._ray, self._find_task(conversion.word_of("a task", name), agents=True)
+        )
         if handle is None:
             raise InputError(f"task {name} does not run", hint="`list_agents()` shows those that do")
         return handle
 
     # ---- listing -------------------------------------------------------------------------------------------------
 
-    def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> Answer:
+    def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> conversion.Answer:
         """`agents`: the tasks that have not ended, of all pools or of one: where they run, and why."""
         seen = self._open().tasks(pool)
         agents = [self._agent(task, include_handle) for task in seen if task.state not in ENDED]
         return {"success": True, "agents": agents}
 
-    def list_pools(self) -> Answer:
+    def list_pools(self) -> conversion.Answer:
         """`pools`: all pools, with quota and usage."""
         session = self._open()
         pools = []
@@ -270,18 +255,18 @@ class SimpleScheduler:
                 {
                     "name": name,
                     "labels": dict(spec.labels),
-                    "resources": in_mb(view["quota"]),
-                    "used": in_mb(view["used"]),
+                    "resources": conversion.in_mb(view["quota"]),
+                    "used": conversion.in_mb(view["used"]),
                     "target_agents": spec.target_hosts,
                     "placement_strategy": spec.strategy.value,
                     "tasks": view["tasks"],
                     "queue": list(view["queue"]),
-                    "pg_pool": slot_stats(view),
+                    "pg_pool": conversion.slot_stats(view),
                 }
             )
         return {"success": True, "pools": pools}
 
-    def stats(self) -> Answer:
+    def stats(self) -> conversion.Answer:
         """Preemption counts, the last ten preemptions, and the number of running tasks."""
         totals = self._open().status()["totals"]
         by_state = dict(totals.get("by_state", {}))
@@ -291,10 +276,10 @@ class SimpleScheduler:
             "cross_pool_preemptions": totals["cross_pool"],
             "running_tasks": by_state.get(TaskState.running.value, 0),
             "tasks": by_state,
-            "recent_preemptions": [eviction_of(eviction) for eviction in totals.get("latest", ())],
+            "recent_preemptions": [conversion.eviction_of(eviction) for eviction in totals.get("latest", ())],
         }
 
-    def pg_pool_stats(self, pool_name: str | None = None) -> Answer:
+    def pg_pool_stats(self, pool_name: str | None = None) -> conversion.Answer:
         """The slots of a pool, which are placement groups: counts by kind and state, reused, destroyed.
 
         Without a pool: the sums over all, and each under `pools`.
@@ -302,9 +287,9 @@ class SimpleScheduler:
         session = self._open()
         if pool_name is not None:
             session.pool(pool_name)  # raises an error that names the existing pools
-            return {"success": True, "pool": pool_name, **slot_stats(session.status()["pools"][pool_name])}
-        pools = {name: slot_stats(view) for name, view in session.status()["pools"].items()}
-        return {"success": True, **total_of(pools.values()), "pools": pools}
+            return {"success": True, "pool": pool_name, **conversion.slot_stats(session.status()["pools"][pool_name])}
+        pools = {name: conversion.slot_stats(view) for name, view in session.status()["pools"].items()}
+        return {"success": True, **conversion.total_of(pools.values()), "pools": pools}
 
     def shutdown(self) -> None:
         """End everything of this scheduler: tasks, processes, placement groups, the controller. Idempotent."""
@@ -317,26 +302,26 @@ class SimpleScheduler:
             raise InputError(f"the scheduler {self.name} was shut down", hint="make a new SimpleScheduler")
         return self.session
 
-    def _submit(self, spec: SimpleTaskSpec, *, over_quota: bool) -> Answer:
-        facts: Answer = {"task_id": spec.task_id, "pool": spec.pool}
+    def _submit(self, spec: SimpleTaskSpec, *, over_quota: bool) -> conversion.Answer:
+        facts: conversion.Answer = {"task_id": spec.task_id, "pool": spec.pool}
         try:
             session = self._open()
-            options = dict(mapping_of("ray_options", spec.ray_options))
+            options = dict(conversion.mapping_of("ray_options", spec.ray_options))
             if self._warm_names and spec.agent_name is None and {"name"} <= set(options) <= _NAME_OPTIONS:
                 spec = dataclasses.replace(spec, agent_name=options.pop("name"))
-            where = f"task {word_of('task_id', spec.task_id)}"
-            pool = session.pool(word_of("the name of a pool", spec.pool))
+            where = f"task {conversion.word_of('task_id', spec.task_id)}"
+            pool = session.pool(conversion.word_of("the name of a pool", spec.pool))
             agent = self._agent_name(spec, session)
-            labels = dict(mapping_of("labels", spec.labels))
-            args, kwargs = arguments_of(spec, agent, labels)
+            labels = dict(conversion.mapping_of("labels", spec.labels))
+            args, kwargs = conversion.arguments_of(spec, agent, labels)
             task = pool.submit(
                 spec.actor_class,
                 args,
                 kwargs,
                 id=spec.task_id,
-                resources=in_bytes(spec.resources, where),
+                resources=conversion.in_bytes(spec.resources, where),
                 priority=spec.priority,
-                labels=labels if agent == spec.task_id else {**labels, AGENT_LABEL: agent},
+                labels=labels if agent == spec.task_id else {**labels, conversion.AGENT_LABEL: agent},
                 ray_options=options,
                 estimate_s=spec.estimated_duration,
                 preemptible=None if spec.auto_register else False,
@@ -346,8 +331,8 @@ class SimpleScheduler:
             )
             seen = self._started(task)
         except TrimtabError as fault:
-            return refused(fault, facts)
-        preempted: list[Answer] = []
+            return conversion.refused(fault, facts)
+        preempted: list[conversion.Answer] = []
         if seen.reason.code is ReasonCode.preempted:
             with contextlib.suppress(TrimtabError):  # the task runs in any case
                 preempted = [entry for entry in self.stats()["recent_preemptions"] if entry["by"] == spec.task_id]
@@ -378,10 +363,10 @@ class SimpleScheduler:
             seen = task.seen
         return seen
 
-    def _end(self, name: str, ask: Callable[[Task], None], *, to_complete: bool = False) -> Answer:
-        facts: Answer = {"task_id": name}
+    def _end(self, name: str, ask: Callable[[Task], None], *, to_complete: bool = False) -> conversion.Answer:
+        facts: conversion.Answer = {"task_id": name}
         try:
-            seen = self._find_task(word_of("a task", name), agents=not to_complete)
+            seen = self._find_task(conversion.word_of("a task", name), agents=not to_complete)
             facts["task_id"] = seen.id
             if seen.state in ENDED:
                 if to_complete and seen.state is not TaskState.done:
@@ -393,7 +378,7 @@ class SimpleScheduler:
             task.wait("ended", timeout=settings.cancel_timeout + settings.save_timeout + ROOM_S)
             seen = task.seen
         except TrimtabError as fault:
-            return refused(fault, facts)
+            return conversion.refused(fault, facts)
         return {"success": True, **facts, "state": seen.state.value, "reason": seen.reason.sentence, "error": None}
 
     def _find_task(self, name: str, agents: bool) -> TaskSnapshot:
@@ -401,7 +386,7 @@ class SimpleScheduler:
         session = self._open()
         if agents:
             for task in session.tasks():
-                if task.state not in ENDED and name_of(task) == name:
+                if task.state not in ENDED and conversion.name_of(task) == name:
                     return task
         return session.task(name).seen
 
@@ -409,20 +394,20 @@ class SimpleScheduler:
         """The agent's name; unique among live ones."""
         if spec.agent_name is None:
             return spec.task_id
-        name = word_of("agent_name", spec.agent_name)
+        name = conversion.word_of("agent_name", spec.agent_name)
         for task in session.tasks():
-            if task.state not in ENDED and name in (task.id, name_of(task)) and task.id != spec.task_id:
+            if task.state not in ENDED and name in (task.id, conversion.name_of(task)) and task.id != spec.task_id:
                 raise InputError(f"the agent {name} exists: it is that of task {task.id}", where=f"task {spec.task_id}")
         return name
 
-    def _agent(self, seen: TaskSnapshot, with_handle: bool) -> Answer:
+    def _agent(self, seen: TaskSnapshot, with_handle: bool) -> conversion.Answer:
         member = seen.members[0] if seen.members else None
-        agent: Answer = {
-            "name": name_of(seen),
+        agent: conversion.Answer = {
+            "name": conversion.name_of(seen),
             "task_id": seen.id,
             "pool": seen.pool,
             "priority": seen.priority,
-            "labels": {key: value for key, value in seen.labels if key != AGENT_LABEL},
+            "labels": {key: value for key, value in seen.labels if key != conversion.AGENT_LABEL},
             "state": seen.state.value,
             "status": seen.state.value,
             "reason": str(seen.reason),
@@ -433,7 +418,7 @@ class SimpleScheduler:
             "evictions": seen.evictions,
         }
         if with_handle:
-            agent["handle"] = handle_of(self.session._ray, seen)
+            agent["handle"] = conversion.handle_of(self.session._ray, seen)
         return agent
 
     def _default_quota(self, name: str) -> dict[str, float]:

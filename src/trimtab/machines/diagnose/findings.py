@@ -7,8 +7,8 @@ finding is about waiting workloads; a note is about something else and is never 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.machines.diagnose.snapshot import PendingWorkloads
 
@@ -52,8 +52,7 @@ class NoteKind(str, enum.Enum):
 UNDER_WAY = (WaitCause.starting, WaitCause.fits)
 
 
-@dataclass(frozen=True)
-class NodeFit:
+class NodeFit(Frozen):
     """A node and a request: what is free there, and what the request lacks."""
 
     node: str
@@ -64,8 +63,7 @@ class NodeFit:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Frozen):
     """Why similar workloads wait. `never`: they cannot start on the nodes that are here and stay."""
 
     cause: WaitCause
@@ -89,16 +87,14 @@ class Finding:
         return min((workload.since for workload in self.workloads if workload.since is not None), default=None)
 
 
-@dataclass(frozen=True)
-class DiagnosisNote:
+class DiagnosisNote(Frozen):
     """Something worth knowing."""
 
     kind: NoteKind
     sentence: str
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Frozen):
     """Findings (never first, then the oldest), and notes."""
 
     findings: tuple[Finding, ...]

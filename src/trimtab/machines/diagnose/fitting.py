@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.diagnose.snapshot import (
     GcsSnapshot,
@@ -29,8 +30,7 @@ MAX_TRIED = 60  # holders; of more, the largest
 MAX_SEARCHED = 400  # requests; more are placed largest first without a search
 
 
-@dataclass(frozen=True)
-class NodeSpace:
+class NodeSpace(Frozen):
     """Free resources of a node. Labels of a node that does not exist yet are unknown (None): any will do."""
 
     node: str
@@ -44,8 +44,7 @@ class NodeSpace:
         return self.accepts(request) and request.amounts.within(self.free)
 
 
-@dataclass(frozen=True)
-class FitResult:
+class FitResult(Frozen):
     """A node for each request, in order, or None; `proven` false: none was found in time."""
 
     nodes: tuple[str, ...] | None
@@ -230,8 +229,7 @@ class _FitSearch:
 # ---- what is in the way ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Blocker:
+class Blocker(Frozen):
     """All that a workload holds on nodes: an actor, a task, or a whole placement group."""
 
     id: str
@@ -311,8 +309,7 @@ def _units(blockers: tuple[Blocker, ...]) -> int:
     return sum(units for blocker in blockers for _, units in blocker.amounts)
 
 
-@dataclass(frozen=True)
-class WorkloadHoldings:
+class WorkloadHoldings(Frozen):
     """What a workload and its siblings hold: actors of one class and job, or the placement groups of a job."""
 
     job: str

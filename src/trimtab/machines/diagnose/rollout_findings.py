@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.codec import decode
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.rollout import Owner, RolloutRules
 
@@ -73,8 +73,7 @@ class RolloutIssue(str, enum.Enum):
     setting = "SETTING"
 
 
-@dataclass(frozen=True)
-class RolloutFinding:
+class RolloutFinding(Frozen):
     """A cause: the affected workers or classes, the observation, the fix."""
 
     issue: RolloutIssue

@@ -10,8 +10,9 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.model.pool import Labels, PlacementStrategy
 
@@ -35,8 +36,7 @@ class PendingStage(str, enum.Enum):
     starting = "starting"  # placed, with a process; the constructor has not ended
 
 
-@dataclass(frozen=True)
-class LabelSelector:
+class LabelSelector(Frozen):
     """A condition on node labels: the value of `key` is in `values`, or with `negated` is not."""
 
     key: str
@@ -57,8 +57,7 @@ class LabelSelector:
 LabelSelectors = tuple[LabelSelector, ...]
 
 
-@dataclass(frozen=True)
-class ResourceRequest:
+class ResourceRequest(Frozen):
     """Resources needed on one node, and label selectors: any one of several sets must match (none: any node)."""
 
     amounts: Resources
@@ -71,16 +70,14 @@ class ResourceRequest:
         )
 
 
-@dataclass(frozen=True)
-class DrainNotice:
+class DrainNotice(Frozen):
     """A node is draining."""
 
     deadline: float | None = None
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class NodeSnapshot:
+class NodeSnapshot(Frozen):
     """An alive node. `name` is unique for display, see `named`."""
 
     id: str
@@ -93,8 +90,7 @@ class NodeSnapshot:
     drain: DrainNotice | None = None
 
 
-@dataclass(frozen=True)
-class NodeType:
+class NodeType(Frozen):
     """A node type of the autoscaler: its resources, how many more, how many are pending."""
 
     name: str
@@ -103,8 +99,7 @@ class NodeType:
     coming: int = 0
 
 
-@dataclass(frozen=True)
-class RayJob:
+class RayJob(Frozen):
     """A Ray job."""
 
     id: str
@@ -114,8 +109,7 @@ class RayJob:
     ended: bool = False
 
 
-@dataclass(frozen=True)
-class ResourceHolder:
+class ResourceHolder(Frozen):
     """A holder of node resources: an actor, a running task, or the part of a placement group on that node.
 
     A workload inside a placement group holds resources of the group (`group`, `bundle`), not of the node.
@@ -133,8 +127,7 @@ class ResourceHolder:
     gpus: tuple[int, ...] = ()  # indices, if Ray reports them
 
 
-@dataclass(frozen=True)
-class PendingWorkload:
+class PendingWorkload(Frozen):
     """A workload that does not run. A placement group has one request per bundle; all others have one."""
 
     id: str
@@ -159,8 +152,7 @@ class PendingWorkload:
 PendingWorkloads = tuple[PendingWorkload, ...]
 
 
-@dataclass(frozen=True)
-class PlacementGroupSnapshot:
+class PlacementGroupSnapshot(Frozen):
     """A created placement group: resources, free resources and node of each bundle."""
 
     id: str
@@ -171,8 +163,7 @@ class PlacementGroupSnapshot:
     job: str = ""
 
 
-@dataclass(frozen=True)
-class NonRayGpuUser:
+class NonRayGpuUser(Frozen):
     """A process that uses a GPU and was not started by Ray."""
 
     node: str | None  # None: the GPU belongs to no node of this cluster
@@ -184,8 +175,7 @@ class NonRayGpuUser:
     place: int | None = None  # Ray's index of the GPU on that node
 
 
-@dataclass(frozen=True)
-class AbandonedWorkload:
+class AbandonedWorkload(Frozen):
     """A workload that Ray does not try to place any more."""
 
     id: str
@@ -195,8 +185,7 @@ class AbandonedWorkload:
     at: float | None = None
 
 
-@dataclass(frozen=True)
-class GcsSnapshot:
+class GcsSnapshot(Frozen):
     """State of a cluster at one time."""
 
     at: float

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.diagnose.findings import Finding
 from trimtab.machines.diagnose.fitting import NodeSpace, place
@@ -30,8 +30,7 @@ KIND_LABEL = "ray.io/accelerator-type"
 MAX_CPU_REQUESTS = 64
 
 
-@dataclass(frozen=True)
-class PlannedGroup:
+class PlannedGroup(Frozen):
     """Components that share GPUs (or a CPU component), and their resource requests."""
 
     name: str
@@ -40,8 +39,7 @@ class PlannedGroup:
     requests: tuple[ResourceRequest, ...]
 
 
-@dataclass(frozen=True)
-class GroupFit:
+class GroupFit(Frozen):
     """Whether a group fits once those before it are placed, and what it lacks."""
 
     group: PlannedGroup
@@ -52,8 +50,7 @@ class GroupFit:
     lacks_ever: Resources = NOTHING
 
 
-@dataclass(frozen=True)
-class WouldFit:
+class WouldFit(Frozen):
     """The answer. `finding` is the cause where it does not fit now."""
 
     groups: tuple[GroupFit, ...]
@@ -130,8 +127,7 @@ def _block(job: PlacementJob, plan: Plan, components: Sequence[str], widest: int
     return min(max(sizes), widest)
 
 
-@dataclass(frozen=True)
-class _PlacedGroup:
+class _PlacedGroup(Frozen):
     nodes: tuple[str, ...]
     lacks: Resources
 

@@ -7,20 +7,18 @@ during the commit is recovered from a member that has committed, so a step count
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView, World
 
 
-class ElasticEvent:
+class ElasticEvent(Frozen):
     """An event of an elastic group."""
 
 
 # ---- events -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class NodesChanged(ElasticEvent):
     """All nodes that are up, in node order (the order of ranks)."""
 
@@ -28,7 +26,6 @@ class NodesChanged(ElasticEvent):
     change: int = 0  # number of the last NodeChange that this includes
 
 
-@dataclass(frozen=True)
 class MemberPending(ElasticEvent):
     """The member's task waits in its pool (or was evicted), and why."""
 
@@ -36,7 +33,6 @@ class MemberPending(ElasticEvent):
     reason: Reason
 
 
-@dataclass(frozen=True)
 class MemberStarted(ElasticEvent):
     """The member is constructed on this node."""
 
@@ -44,7 +40,6 @@ class MemberStarted(ElasticEvent):
     node: str
 
 
-@dataclass(frozen=True)
 class MemberLost(ElasticEvent):
     """The member's process died unexpectedly, or its task failed. `fatal`: a retry would fail the same way."""
 
@@ -53,14 +48,12 @@ class MemberLost(ElasticEvent):
     fatal: bool = False
 
 
-@dataclass(frozen=True)
 class MemberLeft(ElasticEvent):
     """The member ended as instructed."""
 
     member: str
 
 
-@dataclass(frozen=True)
 class MemberPreempted(ElasticEvent):
     """The pool needs the member's capacity: it has to leave within `within_s` (eviction with notice)."""
 
@@ -69,7 +62,6 @@ class MemberPreempted(ElasticEvent):
     reason: Reason
 
 
-@dataclass(frozen=True)
 class HealthChecked(ElasticEvent):
     """A member's health check returned; `fault`: it raised or timed out."""
 
@@ -77,7 +69,6 @@ class HealthChecked(ElasticEvent):
     fault: str | None = None
 
 
-@dataclass(frozen=True)
 class StepBoundary(ElasticEvent):
     """No step is running: the world may change. `step`: the number of completed steps.
 
@@ -89,14 +80,12 @@ class StepBoundary(ElasticEvent):
     wanted: bool = True
 
 
-@dataclass(frozen=True)
 class WorldEntered(ElasticEvent):
     """Every member of the world of this epoch has entered it, and newcomers have their state."""
 
     epoch: int
 
 
-@dataclass(frozen=True)
 class WorldFailed(ElasticEvent):
     """The world could not be entered: these members did not respond (the runtime ends them)."""
 
@@ -105,14 +94,12 @@ class WorldFailed(ElasticEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class StepDone(ElasticEvent):
     """Every member of the world has committed the step."""
 
     step: int
 
 
-@dataclass(frozen=True)
 class StepInterrupted(ElasticEvent):
     """The step could not be completed. `hung`: members that timed out (the runtime ends them)."""
 
@@ -121,19 +108,16 @@ class StepInterrupted(ElasticEvent):
     hung: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class ResizeRequested(ElasticEvent):
     """A user requests this many members (None: withdraws the request)."""
 
     size: int | None
 
 
-@dataclass(frozen=True)
 class GroupClosed(ElasticEvent):
     """The group ends."""
 
 
-@dataclass(frozen=True)
 class ElasticTick(ElasticEvent):
     """Time has passed."""
 
@@ -141,24 +125,21 @@ class ElasticTick(ElasticEvent):
 # ---- instructions -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StartMember:
+class StartMember(Frozen):
     """Submit a member's task. Ends in MemberStarted or MemberLost; MemberPending may come before."""
 
     member: str
     reason: Reason
 
 
-@dataclass(frozen=True)
-class StopMember:
+class StopMember(Frozen):
     """End the member's task. Ends in MemberLeft."""
 
     member: str
     reason: Reason
 
 
-@dataclass(frozen=True)
-class EnterWorld:
+class EnterWorld(Frozen):
     """Make all members enter the world. Ends in WorldEntered or WorldFailed.
 
     Leavers are saved first (`leavers`, still alive); each newcomer loads the state of its source: a leaver that it
@@ -171,8 +152,7 @@ class EnterWorld:
     deadline: float
 
 
-@dataclass(frozen=True)
-class RunStep:
+class RunStep(Frozen):
     """Run this step with the current world. Ends in StepDone or StepInterrupted."""
 
     step: int
@@ -180,8 +160,7 @@ class RunStep:
     redo: bool  # it was started before, and no member committed it
 
 
-@dataclass(frozen=True)
-class InterruptStep:
+class InterruptStep(Frozen):
     """Abort the step unless its commit has begun: it cannot complete, or a member has to leave before it would.
 
     Ends in StepInterrupted, or in StepDone where the commit had begun. Issued again without an outcome.
@@ -191,31 +170,27 @@ class InterruptStep:
     reason: Reason
 
 
-@dataclass(frozen=True)
-class CheckHealth:
+class CheckHealth(Frozen):
     """Call the health check of the member. Ends in HealthChecked."""
 
     member: str
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class RequestUnits:
+class RequestUnits(Frozen):
     """The group could use this many units in all: for autoscalers."""
 
     units: int
 
 
-@dataclass(frozen=True)
-class WaitForMembers:
+class WaitForMembers(Frozen):
     """The group is below its minimum and waits until the deadline; the reason says for what."""
 
     reason: Reason
     deadline: float
 
 
-@dataclass(frozen=True)
-class FailGroup:
+class FailGroup(Frozen):
     """The group cannot continue; nothing more is started."""
 
     reason: Reason

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import ElasticSpec, MemberState, NodeState, NodeView, World
@@ -26,8 +27,7 @@ OVER = (ElasticPhase.given_up, ElasticPhase.closed)
 LIVE = tuple(state for state in MemberState if state is not MemberState.gone)
 
 
-@dataclass(frozen=True)
-class LeaveCause:
+class LeaveCause(Frozen):
     """Why a member has to leave, and when the last step with it may begin; None: no deadline."""
 
     reason: Reason
@@ -61,8 +61,7 @@ class ElasticMember:
         return min((cause.leave_by for cause in self.causes if cause.leave_by is not None), default=None)
 
 
-@dataclass(frozen=True)
-class LostMember:
+class LostMember(Frozen):
     """A member that was lost unplanned, and is not replaced yet."""
 
     member: str
@@ -141,8 +140,7 @@ def units_on(node: NodeView, unit: Resources) -> int:
     return min(left.get(name) // units for name, units in unit)
 
 
-@dataclass(frozen=True)
-class MemberCapacity:
+class MemberCapacity(Frozen):
     """Capacity of nodes for members; computed once per NodesChanged."""
 
     ready: int  # members that fit on usable nodes

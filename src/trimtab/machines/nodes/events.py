@@ -6,21 +6,19 @@ Instructions take effect at once and have no outcome events.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.model.nodes import NodeChange, NodeFacts
 
 
-class NodeEvent:
+class NodeEvent(Frozen):
     """An event of the node machine."""
 
 
 # ---- events -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class NodeSeen(NodeEvent):
     """Ray lists the node as alive, or its resources changed."""
 
@@ -29,7 +27,6 @@ class NodeSeen(NodeEvent):
     outside: Resources = NOTHING
 
 
-@dataclass(frozen=True)
 class NodeGone(NodeEvent):
     """Ray no longer lists the node. `expected`: it ended in order (a completed drain, `ray stop`)."""
 
@@ -37,14 +34,12 @@ class NodeGone(NodeEvent):
     expected: bool = False
 
 
-@dataclass(frozen=True)
 class HeartbeatReceived(NodeEvent):
     """A heartbeat on the node's connection, the first or after a silence."""
 
     node: str
 
 
-@dataclass(frozen=True)
 class HeartbeatMissed(NodeEvent):
     """No heartbeat on the node's connection for `silent_s`."""
 
@@ -52,7 +47,6 @@ class HeartbeatMissed(NodeEvent):
     silent_s: float
 
 
-@dataclass(frozen=True)
 class ConnectionBroken(NodeEvent):
     """The connection broke and the node's raylet no longer listens: the node is dead."""
 
@@ -60,7 +54,6 @@ class ConnectionBroken(NodeEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class DrainRequested(NodeEvent):
     """The node will go at `deadline` (None: when it is empty). `by_ray`: announced by Ray, else by a user or hook."""
 
@@ -70,14 +63,12 @@ class DrainRequested(NodeEvent):
     by_ray: bool = False
 
 
-@dataclass(frozen=True)
 class DrainCancelled(NodeEvent):
     """The node stays."""
 
     node: str
 
 
-@dataclass(frozen=True)
 class NodeTick(NodeEvent):
     """Time has passed."""
 
@@ -85,8 +76,7 @@ class NodeTick(NodeEvent):
 # ---- instructions -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class UseNode:
+class UseNode(Frozen):
     """The node may be used from now on; or its resources changed while in use."""
 
     node: str
@@ -95,16 +85,14 @@ class UseNode:
     reason: Reason
 
 
-@dataclass(frozen=True)
-class CordonNode:
+class CordonNode(Frozen):
     """Place nothing new on the node; its tasks run on."""
 
     node: str
     reason: Reason
 
 
-@dataclass(frozen=True)
-class DrainNode:
+class DrainNode(Frozen):
     """Place nothing new on the node, and move its tasks by the deadline (None: when possible)."""
 
     node: str
@@ -112,16 +100,14 @@ class DrainNode:
     reason: Reason
 
 
-@dataclass(frozen=True)
-class RemoveNode:
+class RemoveNode(Frozen):
     """The node is gone, with everything on it."""
 
     node: str
     reason: Reason
 
 
-@dataclass(frozen=True)
-class AnnounceNodeChange:
+class AnnounceNodeChange(Frozen):
     """Announce the node changes of a window to elastic groups, as one change."""
 
     change: NodeChange

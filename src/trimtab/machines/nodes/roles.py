@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError, InputError, meant
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode, counted, some
 from trimtab.model.plan import ComponentGroup, CurrentPlacement, FrameworkRules, PlacedComponent, Plan
 from trimtab.model.workflow import ANY_KIND, Cluster, Node, PlacementJob
@@ -25,8 +26,7 @@ NAMED = 6  # in a sentence
 SAME_S = 1e-9  # relative: plans closer than this are equally fast
 
 
-@dataclass(frozen=True)
-class PlanningContext:
+class PlanningContext(Frozen):
     """A job on a cluster. `current`: where it runs now, if known."""
 
     job: PlacementJob
@@ -34,8 +34,7 @@ class PlanningContext:
     current: CurrentPlacement | None = None
 
 
-@dataclass(frozen=True)
-class RoleChange:
+class RoleChange(Frozen):
     """Change of one component. `group_*`: components that share its GPUs, itself included; empty on CPUs."""
 
     component: str
@@ -54,8 +53,7 @@ class RoleChange:
         return self.reason.code is not ReasonCode.stay
 
 
-@dataclass(frozen=True)
-class RoleAdvice:
+class RoleAdvice(Frozen):
     """What to do about nodes that joined or left.
 
     `before` is the running plan (None: it did not fit), `after` the advised one; `best` is the best plan of the new

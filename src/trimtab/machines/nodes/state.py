@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import THERE, NodeFacts, NodePolicy, NodeState, NodeView
@@ -24,8 +25,7 @@ class Announced(str, enum.Enum):
     draining = "draining"
 
 
-@dataclass(frozen=True)
-class NodeDrain:
+class NodeDrain(Frozen):
     """A drain of a node."""
 
     deadline: float | None  # never before the request

@@ -7,28 +7,25 @@ earlier start change nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.model.pool import BundlePlacement, Labels, PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 
 
-class PoolEvent:
+class PoolEvent(Frozen):
     """An event of the pool machine."""
 
 
 # ---- events: requests -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class PoolEnsured(PoolEvent):
     """Create a pool; an existing one with the same spec stays, another spec is refused."""
 
     spec: PoolSpec
 
 
-@dataclass(frozen=True)
 class QuotaSet(PoolEvent):
     """Set the quota. Tasks over a lowered quota run on; nothing new starts until it fits."""
 
@@ -36,7 +33,6 @@ class QuotaSet(PoolEvent):
     quota: Resources
 
 
-@dataclass(frozen=True)
 class PoolDrained(PoolEvent):
     """The pool accepts no new tasks (or, with `on` false, accepts them again)."""
 
@@ -44,28 +40,24 @@ class PoolDrained(PoolEvent):
     on: bool = True
 
 
-@dataclass(frozen=True)
 class PoolDropped(PoolEvent):
     """Remove the pool: its tasks are cancelled, its slots removed."""
 
     pool: str
 
 
-@dataclass(frozen=True)
 class PolicySet(PoolEvent):
     """Set the preemption policy."""
 
     policy: PreemptionPolicy
 
 
-@dataclass(frozen=True)
 class TaskSubmitted(PoolEvent):
     """Submit a task. A duplicate id, an unknown pool or invalid sharing is refused with nothing changed."""
 
     spec: TaskSpec
 
 
-@dataclass(frozen=True)
 class CompleteRequested(PoolEvent):
     """Stop the task as done. `keep_slot` false: its slot is removed, too."""
 
@@ -73,7 +65,6 @@ class CompleteRequested(PoolEvent):
     keep_slot: bool = True
 
 
-@dataclass(frozen=True)
 class CancelRequested(PoolEvent):
     """Stop the task as cancelled."""
 
@@ -82,14 +73,12 @@ class CancelRequested(PoolEvent):
     code: ReasonCode = ReasonCode.by_hand
 
 
-@dataclass(frozen=True)
 class EvictRequested(PoolEvent):
     """Stop the task now, to return later; requested by a user, so no policy is needed."""
 
     task: str
 
 
-@dataclass(frozen=True)
 class TurnRequested(PoolEvent):
     """Make the task the active tenant of its slots; the active one is parked."""
 
@@ -99,7 +88,6 @@ class TurnRequested(PoolEvent):
 # ---- events: nodes ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class NodeJoined(PoolEvent):
     """A node is up, or its resources changed; `outside` is held by other users of Ray."""
 
@@ -109,7 +97,6 @@ class NodeJoined(PoolEvent):
     labels: Labels = ()
 
 
-@dataclass(frozen=True)
 class NodeCordoned(PoolEvent):
     """Nothing new is placed on the node (or, with `on` false, is again)."""
 
@@ -117,7 +104,6 @@ class NodeCordoned(PoolEvent):
     on: bool = True
 
 
-@dataclass(frozen=True)
 class NodeDrained(PoolEvent):
     """The node will go soon: its tasks are evicted and return elsewhere, nothing new is placed there.
 
@@ -128,7 +114,6 @@ class NodeDrained(PoolEvent):
     why: str = "it drains"
 
 
-@dataclass(frozen=True)
 class NodeLost(PoolEvent):
     """The node is gone, with all tasks on it."""
 
@@ -139,14 +124,12 @@ class NodeLost(PoolEvent):
 # ---- events: outcomes of instructions ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class PlacementGroupReady(PoolEvent):
     """The placement group is ready, every bundle on its node."""
 
     group: str
 
 
-@dataclass(frozen=True)
 class PlacementGroupFailed(PoolEvent):
     """The placement group could not be created, and nothing of it is left."""
 
@@ -154,14 +137,12 @@ class PlacementGroupFailed(PoolEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class PlacementGroupRemoved(PoolEvent):
     """The placement group is removed."""
 
     group: str
 
 
-@dataclass(frozen=True)
 class PlacementGroupLost(PoolEvent):
     """The placement group vanished, or Ray re-placed a bundle of it."""
 
@@ -169,7 +150,6 @@ class PlacementGroupLost(PoolEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class TaskStarted(PoolEvent):
     """All members are constructed. `how`: in which kind of process (warm process, actor) and why."""
 
@@ -178,7 +158,6 @@ class TaskStarted(PoolEvent):
     how: str = ""
 
 
-@dataclass(frozen=True)
 class TaskStartFailed(PoolEvent):
     """The start failed, and nothing of it is left. `fatal`: a retry would fail the same way."""
 
@@ -189,7 +168,6 @@ class TaskStartFailed(PoolEvent):
     timed_out: bool = False  # its `start_timeout_s` passed: counts as a loss, limited by `restarts`
 
 
-@dataclass(frozen=True)
 class TaskEnded(PoolEvent):
     """The entry method returned (or raised `error`) in every member; the processes still exist."""
 
@@ -198,7 +176,6 @@ class TaskEnded(PoolEvent):
     error: str | None = None
 
 
-@dataclass(frozen=True)
 class TaskDied(PoolEvent):
     """A process of the task died unexpectedly; the remaining members are to be stopped."""
 
@@ -207,7 +184,6 @@ class TaskDied(PoolEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class TaskStopped(PoolEvent):
     """Every process of the task is gone. `cancel`: returned, raised, timed out, or was not called."""
 
@@ -218,7 +194,6 @@ class TaskStopped(PoolEvent):
     note: str = ""
 
 
-@dataclass(frozen=True)
 class TaskParked(PoolEvent):
     """The task released its devices, down to its residual."""
 
@@ -226,7 +201,6 @@ class TaskParked(PoolEvent):
     attempt: int
 
 
-@dataclass(frozen=True)
 class TaskUnparked(PoolEvent):
     """The task has its devices again."""
 
@@ -234,8 +208,7 @@ class TaskUnparked(PoolEvent):
     attempt: int
 
 
-@dataclass(frozen=True)
-class RecoveredTask:
+class RecoveredTask(Frozen):
     """A running task without a record; `reserved`: which of its pool's reserved slots it is in."""
 
     spec: TaskSpec
@@ -245,7 +218,6 @@ class RecoveredTask:
     reserved: int | None = None
 
 
-@dataclass(frozen=True)
 class StateRecovered(PoolEvent):
     """The journal was lost, and these pools and tasks exist. What cannot be recovered is ended."""
 
@@ -253,7 +225,6 @@ class StateRecovered(PoolEvent):
     tasks: tuple[RecoveredTask, ...]
 
 
-@dataclass(frozen=True)
 class PoolTick(PoolEvent):
     """Time has passed: deadlines are checked."""
 
@@ -261,8 +232,7 @@ class PoolTick(PoolEvent):
 # ---- instructions -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CreatePlacementGroup:
+class CreatePlacementGroup(Frozen):
     """Create a placement group, each bundle on its node. Ends in PlacementGroupReady or PlacementGroupFailed."""
 
     group: str
@@ -273,15 +243,13 @@ class CreatePlacementGroup:
     deadline: float
 
 
-@dataclass(frozen=True)
-class RemovePlacementGroup:
+class RemovePlacementGroup(Frozen):
     """Remove the placement group. Ends in PlacementGroupRemoved."""
 
     group: str
 
 
-@dataclass(frozen=True)
-class StartTask:
+class StartTask(Frozen):
     """Start the task, a member in each place. Ends in TaskStarted or TaskStartFailed; then TaskEnded or TaskDied may
     follow.
     """
@@ -293,8 +261,7 @@ class StartTask:
     deadline: float
 
 
-@dataclass(frozen=True)
-class StopTask:
+class StopTask(Frozen):
     """Stop every process of the task: cancel, checkpoint, then kill. Ends in TaskStopped."""
 
     task: str
@@ -305,8 +272,7 @@ class StopTask:
     checkpoint_timeout_s: float = 0.0  # how long saving may take; 0: not saved
 
 
-@dataclass(frozen=True)
-class ParkTask:
+class ParkTask(Frozen):
     """Release the devices of the task. Ends in TaskParked or TaskDied."""
 
     task: str
@@ -314,8 +280,7 @@ class ParkTask:
     deadline: float
 
 
-@dataclass(frozen=True)
-class UnparkTask:
+class UnparkTask(Frozen):
     """Give the task its devices again. Ends in TaskUnparked or TaskDied."""
 
     task: str

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode, StoryEntry
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import feasibility
@@ -13,8 +14,7 @@ from trimtab.machines.pool.state import PoolState
 from trimtab.model.pool import IN_QUEUE, TaskExplanation, TaskState
 
 
-@dataclass(frozen=True)
-class PoolView:
+class PoolView(Frozen):
     """A pool for display and for programs."""
 
     name: str
@@ -31,8 +31,7 @@ class PoolView:
     target_hosts: int
 
 
-@dataclass(frozen=True)
-class PoolTotals:
+class PoolTotals(Frozen):
     """All pools together."""
 
     evictions: int

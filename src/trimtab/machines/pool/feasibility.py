@@ -7,11 +7,12 @@ applied and released by the caller (`PoolState.apply_reserve`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from trimtab.core.errors import InputError, meant
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode, some
 from trimtab.core.resources import LABEL, total
 from trimtab.machines.pool.capacity import Vector, fitting, never_placeable, place
@@ -23,8 +24,7 @@ from trimtab.machines.pool.state import PoolState, StarvationReserve
 from trimtab.model.pool import ENDED, PlacementStrategy, TaskSpec
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(Frozen):
     """Where a task goes: an existing group, or nodes for a new one; and why."""
 
     group: str | None

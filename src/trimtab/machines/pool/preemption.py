@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool.capacity import Vector, place, tightest
 from trimtab.machines.pool.records import PgState, PlacementGroup, PlacementGroupKind, PoolTask
@@ -32,8 +33,7 @@ POOL_TRIED = 24
 PreemptionCost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class PreemptionPlan:
+class PreemptionPlan(Frozen):
     """What to evict, and where the task goes then. Empty `nodes` and no `group`: nothing helps."""
 
     nodes: tuple[str, ...] = ()  # of the group to create
@@ -233,7 +233,7 @@ class _PreemptionSearch:
                     least[at] == best[0][0]
                     and lowest[row] > best[0][1][0][1]
                     and best[0][1][0][0] == 1
-                    and not _any(columns["borrowed"], columns.by_row.get(row, ()))
+                    and not any(columns["borrowed"][at] for at in columns.by_row.get(row, ()))
                 ):
                     continue
             here = [index for index in columns.by_row.get(row, ()) if may[index]] + by_gang.get(row, [])
@@ -523,10 +523,6 @@ class _PreemptionSearch:
             if enough(without):
                 chosen = without
         return tuple(group.id for group in chosen)
-
-
-def _any(flags: NDArray[np.bool_], indices: Sequence[int]) -> bool:
-    return any(flags[at] for at in indices)
 
 
 def _on_crowded_nodes(state: PoolState, spec: TaskSpec) -> list[PlacementGroup]:

@@ -91,7 +91,7 @@ class PendingQueue:
             task.came_back,
             task.evictions > 0,
         )
-        entry = (age_key(task), task.seq, task.id)
+        entry = (task.submitted_at / AGEING_S_PER_POINT - task.spec.priority, task.seq, task.id)
         queue = self._queues.get(kind)
         if queue is None:
             queue = self._queues[kind] = ClassQueue(kind)
@@ -128,10 +128,6 @@ class PendingQueue:
         queues = [queue.entries for kind, queue in self._queues.items() if pool is None or kind.pool == pool]
         for _, _, task in heapq.merge(*queues):
             yield task
-
-
-def age_key(task: PoolTask) -> float:
-    return task.submitted_at / AGEING_S_PER_POINT - task.spec.priority
 
 
 # ---- capacity gained since a class was unschedulable ---------------------------------------------------------------

@@ -7,8 +7,8 @@ lost, never what is merely between two event-loop iterations. The controller che
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.machines.pool.events import CreatePlacementGroup, PoolInstruction, RemovePlacementGroup
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import TaskState
@@ -16,8 +16,7 @@ from trimtab.model.pool import TaskState
 AwaitedKey = tuple[str, str, int]  # kind, group or task, attempt
 
 
-@dataclass(frozen=True)
-class AwaitedEnd:
+class AwaitedEnd(Frozen):
     """Not an instruction, but awaited as well: the end or death of a running task."""
 
     task: str

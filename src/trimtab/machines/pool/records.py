@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.model.pool import HOLDS_SLOTS, BundlePlacement, PoolSpec, TaskSpec, TaskState
@@ -152,8 +153,7 @@ class ResourceClaim:
     victims: tuple[str, ...]  # all tasks evicted for it
 
 
-@dataclass(frozen=True)
-class Eviction:
+class Eviction(Frozen):
     """One eviction, for the record."""
 
     at: float

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.machines.replan.placed_plan import PlacedPlan, on_current_gpus
@@ -38,8 +39,7 @@ SYNC_SHARED, SYNC_SEPARATE = "sync on shared GPUs", "sync on separate GPUs"
 COSTS_KEPT = 5  # latest migrations that predict the cost of the next
 
 
-@dataclass(frozen=True)
-class CandidatePlan:
+class CandidatePlan(Frozen):
     """A plan that could run instead: seconds per iteration at the estimated and at the sure levels."""
 
     placed_plan: PlacedPlan
@@ -47,8 +47,7 @@ class CandidatePlan:
     sure_seconds: float
 
 
-@dataclass(frozen=True)
-class PlanComparison:
+class PlanComparison(Frozen):
     """The running plan and its candidates at given levels."""
 
     seconds: float  # of the running plan, at the estimated levels
@@ -56,8 +55,7 @@ class PlanComparison:
     candidates: tuple[CandidatePlan, ...]
 
 
-@dataclass(frozen=True)
-class ReplanDecision:
+class ReplanDecision(Frozen):
     """Keep the plan (no `to`), or migrate."""
 
     to: PlacedPlan | None

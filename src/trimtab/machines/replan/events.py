@@ -8,8 +8,8 @@ RollBackFailed; what has not ended by its deadline has failed. The other instruc
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason
 from trimtab.model.plan import Plan
 from trimtab.model.run import DecisionNumbers, Iteration, Migration, MigrationStage
@@ -27,11 +27,10 @@ class ClusterChangeCause(str, enum.Enum):
     quota = "quota"
 
 
-class ReplanEvent:
+class ReplanEvent(Frozen):
     """An event of the replan machine."""
 
 
-@dataclass(frozen=True)
 class RunResumed(ReplanEvent):
     """The run begins (iteration 0), or continues after so many completed iterations.
 
@@ -42,14 +41,12 @@ class RunResumed(ReplanEvent):
     remaining: int | None = None  # iterations still to come; None: unknown
 
 
-@dataclass(frozen=True)
 class IterationDone(ReplanEvent):
     """An iteration is over. Idempotent by its number."""
 
     iteration: Iteration
 
 
-@dataclass(frozen=True)
 class ClusterChanged(ReplanEvent):
     """The current cluster. `leaving`: nodes that are still there and go at the deadline."""
 
@@ -59,21 +56,18 @@ class ClusterChanged(ReplanEvent):
     deadline: float | None = None
 
 
-@dataclass(frozen=True)
 class ReplanRequested(ReplanEvent):
     """Asks whether the plan is still the best; answered at once."""
 
     why: str = ""
 
 
-@dataclass(frozen=True)
 class RemainingChanged(ReplanEvent):
     """Iterations still to come (None: unknown)."""
 
     iterations: int | None
 
 
-@dataclass(frozen=True)
 class GpuRangeUsed(ReplanEvent):
     """GPUs that an elastic component has now."""
 
@@ -81,7 +75,6 @@ class GpuRangeUsed(ReplanEvent):
     gpus: int
 
 
-@dataclass(frozen=True)
 class PlanPlaced(ReplanEvent):
     """Nodes of the plan in place: (component, ((node, GPUs there), ...)), one component of each known group.
 
@@ -91,12 +84,10 @@ class PlanPlaced(ReplanEvent):
     where: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 
 
-@dataclass(frozen=True)
 class AdviceTaken(ReplanEvent):
     """The advised plan was applied by the user: it runs now."""
 
 
-@dataclass(frozen=True)
 class MigrationStageDone(ReplanEvent):
     """A stage is done. `took_s`: how long the run was paused for it."""
 
@@ -105,7 +96,6 @@ class MigrationStageDone(ReplanEvent):
     took_s: float
 
 
-@dataclass(frozen=True)
 class MigrationStageFailed(ReplanEvent):
     """A stage failed."""
 
@@ -114,7 +104,6 @@ class MigrationStageFailed(ReplanEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class RolledBack(ReplanEvent):
     """The old plan is in place again."""
 
@@ -122,7 +111,6 @@ class RolledBack(ReplanEvent):
     took_s: float
 
 
-@dataclass(frozen=True)
 class RollBackFailed(ReplanEvent):
     """The old plan could not be restored."""
 
@@ -130,7 +118,6 @@ class RollBackFailed(ReplanEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class ReplanTick(ReplanEvent):
     """Time has passed."""
 
@@ -138,16 +125,14 @@ class ReplanTick(ReplanEvent):
 # ---- instructions -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KeepPlan:
+class KeepPlan(Frozen):
     """Keep the running plan."""
 
     reason: Reason
     numbers: DecisionNumbers
 
 
-@dataclass(frozen=True)
-class AdvisePlan:
+class AdvisePlan(Frozen):
     """Another plan is better; advice only."""
 
     plan: Plan
@@ -155,16 +140,14 @@ class AdvisePlan:
     numbers: DecisionNumbers
 
 
-@dataclass(frozen=True)
-class BeginMigration:
+class BeginMigration(Frozen):
     """Begin a migration; at most one at a time. All of it ends by the deadline."""
 
     move: Migration
     deadline: float
 
 
-@dataclass(frozen=True)
-class RunMigrationStage:
+class RunMigrationStage(Frozen):
     """Run this stage."""
 
     move: Migration
@@ -172,8 +155,7 @@ class RunMigrationStage:
     deadline: float
 
 
-@dataclass(frozen=True)
-class RollBackMigration:
+class RollBackMigration(Frozen):
     """Stop the migration and restore the old plan, as far as its GPUs exist.
 
     `done` are the completed stages, `at` the one that was not.
@@ -186,8 +168,7 @@ class RollBackMigration:
     deadline: float
 
 
-@dataclass(frozen=True)
-class SetGpuRange:
+class SetGpuRange(Frozen):
     """Range of GPUs that an elastic component may have."""
 
     component: str
@@ -195,8 +176,7 @@ class SetGpuRange:
     max_gpus: int
 
 
-@dataclass(frozen=True)
-class MoveJudged:
+class MoveJudged(Frozen):
     """What a migration gained, as shares of an iteration under the plan before it, at the present costs."""
 
     move: int
@@ -204,15 +184,13 @@ class MoveJudged:
     realised: float
 
 
-@dataclass(frozen=True)
-class Notify:
+class Notify(Frozen):
     """Information for the user; needs no action."""
 
     reason: Reason
 
 
-@dataclass(frozen=True)
-class StopRun:
+class StopRun(Frozen):
     """The run cannot continue by itself: end it in order; it can be resumed."""
 
     reason: Reason

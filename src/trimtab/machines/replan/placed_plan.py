@@ -7,9 +7,10 @@ counts as in place on slots that do not exist.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.plan import Plan
 from trimtab.model.run import ChangeKind, ComponentChange
 from trimtab.model.workflow import Cluster
@@ -26,8 +27,7 @@ def without(cluster: Cluster, leaving: tuple[str, ...]) -> Cluster:
     return replace(cluster, nodes=tuple(node for node in cluster.nodes if node.name not in leaving))
 
 
-@dataclass(frozen=True)
-class PlacedPlan:
+class PlacedPlan(Frozen):
     """A plan, and the cluster that its ranks refer to."""
 
     plan: Plan

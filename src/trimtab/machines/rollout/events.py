@@ -8,8 +8,7 @@ prompts, tokens and texts stay with the caller. Events are idempotent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason
 from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.rollout import (
@@ -25,21 +24,19 @@ from trimtab.model.rollout import (
 )
 
 
-class RolloutEvent:
+class RolloutEvent(Frozen):
     """An event of the rollout machine."""
 
 
 # ---- events: requests -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class RequestArrived(RolloutEvent):
     """A generation request. A known id or an unknown class is refused before any state changes."""
 
     spec: RequestSpec
 
 
-@dataclass(frozen=True)
 class TokensStreamed(RolloutEvent):
     """Total tokens of this attempt so far. `version`: weights version, if the engine reports it."""
 
@@ -50,7 +47,6 @@ class TokensStreamed(RolloutEvent):
     restart: bool = False  # token ids are incomplete: after an abort it restarts from the prompt
 
 
-@dataclass(frozen=True)
 class AttemptFinished(RolloutEvent):
     """The engine ended the answer in order: the model stopped, or max_tokens is reached."""
 
@@ -61,7 +57,6 @@ class AttemptFinished(RolloutEvent):
     version: int | None = None
 
 
-@dataclass(frozen=True)
 class AttemptFailed(RolloutEvent):
     """Broken stream, error, time-out or invalid response. `fatal`: the engine rejects the request itself."""
 
@@ -74,7 +69,6 @@ class AttemptFailed(RolloutEvent):
     outdated: bool = False  # no fault: the weights changed under it, and the engine does not say which made a token
 
 
-@dataclass(frozen=True)
 class AbortedExternally(RolloutEvent):
     """Aborted on purpose by another client of the engine: partial output is returned, never retried."""
 
@@ -85,7 +79,6 @@ class AbortedExternally(RolloutEvent):
     paused: bool = False  # by that client: what waits goes on after its resume
 
 
-@dataclass(frozen=True)
 class AbortDone(RolloutEvent):
     """An AbortAttempt was executed: nothing of this attempt runs any more. Late ones still free the worker."""
 
@@ -94,7 +87,6 @@ class AbortDone(RolloutEvent):
     tokens: int  # in this attempt
 
 
-@dataclass(frozen=True)
 class RequestCancelled(RolloutEvent):
     """The client cancelled the request."""
 
@@ -105,7 +97,6 @@ class RequestCancelled(RolloutEvent):
 # ---- events: workers --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class WorkerAdded(RolloutEvent):
     """A worker may be used. `up`: its engine runs already; else it is started when needed."""
 
@@ -114,7 +105,6 @@ class WorkerAdded(RolloutEvent):
     version: int | None = None  # as the engine reports it
 
 
-@dataclass(frozen=True)
 class WorkerRemoved(RolloutEvent):
     """Remove a worker: route off, drain or abort, sleep, stop. `deadline_s` None: as the rules say."""
 
@@ -123,7 +113,6 @@ class WorkerRemoved(RolloutEvent):
     why: str = ""
 
 
-@dataclass(frozen=True)
 class WorkerReclaimed(RolloutEvent):
     """The worker is lent out until WorkerReturned. Refused where too few would be left, unless forced (node loss)."""
 
@@ -134,14 +123,12 @@ class WorkerReclaimed(RolloutEvent):
     full_notice: bool = False  # requests may run until the deadline; else at most for rules.drain_s
 
 
-@dataclass(frozen=True)
 class WorkerReturned(RolloutEvent):
     """The worker may be used again."""
 
     worker: str
 
 
-@dataclass(frozen=True)
 class WorkerUp(RolloutEvent):
     """The engine came up without a trimtab action: restarted, reconnected, or woken by the trainer."""
 
@@ -150,7 +137,6 @@ class WorkerUp(RolloutEvent):
     restarted: bool = True  # a new process; False: the same one, woken by the trainer
 
 
-@dataclass(frozen=True)
 class WorkerDied(RolloutEvent):
     """The engine process is gone, with everything on it."""
 
@@ -158,7 +144,6 @@ class WorkerDied(RolloutEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class WorkerUnhealthy(RolloutEvent):
     """The engine has failed its health check for `for_s` seconds."""
 
@@ -167,14 +152,12 @@ class WorkerUnhealthy(RolloutEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class WorkerHealthy(RolloutEvent):
     """The health check passes (again). Does not prove that the engine answers requests."""
 
     worker: str
 
 
-@dataclass(frozen=True)
 class WorkerSlept(RolloutEvent):
     """The trainer put the engine to sleep."""
 
@@ -182,14 +165,12 @@ class WorkerSlept(RolloutEvent):
     keeps_weights: bool = True
 
 
-@dataclass(frozen=True)
 class WeightsDiscarded(RolloutEvent):
     """The engine's weights were discarded."""
 
     worker: str
 
 
-@dataclass(frozen=True)
 class PausedExternally(RolloutEvent):
     """Another client paused the engine (`on` false: resumed it). Requests sent there would hang."""
 
@@ -197,7 +178,6 @@ class PausedExternally(RolloutEvent):
     on: bool = True
 
 
-@dataclass(frozen=True)
 class LoadReported(RolloutEvent):
     """The engine's own load figures, taken at `at`. Stale figures are ignored."""
 
@@ -209,7 +189,6 @@ class LoadReported(RolloutEvent):
     generates: bool = False  # it has made tokens since the last report, though they may not have arrived yet
 
 
-@dataclass(frozen=True)
 class ActionDone(RolloutEvent):
     """A WorkerAction succeeded. `version`: of a start or wake, as reported. `note`: an anomaly to warn about."""
 
@@ -219,7 +198,6 @@ class ActionDone(RolloutEvent):
     note: str = ""
 
 
-@dataclass(frozen=True)
 class ActionFailed(RolloutEvent):
     """A WorkerAction failed or timed out."""
 
@@ -231,7 +209,6 @@ class ActionFailed(RolloutEvent):
 # ---- events: refit, driven by the trainer ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class RefitBegun(RolloutEvent):
     """The trainer has new weights. Membership is frozen; from now on only this version is current."""
 
@@ -240,7 +217,6 @@ class RefitBegun(RolloutEvent):
     in_flight: InFlight = InFlight.keep
 
 
-@dataclass(frozen=True)
 class RefitConfirmed(RolloutEvent):
     """The trainer confirms that this worker has this version. With an epoch: as the process of that epoch."""
 
@@ -249,7 +225,6 @@ class RefitConfirmed(RolloutEvent):
     epoch: int | None = None
 
 
-@dataclass(frozen=True)
 class RefitFailed(RolloutEvent):
     """The worker did not get the weights; its weights are unknown."""
 
@@ -258,7 +233,6 @@ class RefitFailed(RolloutEvent):
     why: str
 
 
-@dataclass(frozen=True)
 class RefitEnded(RolloutEvent):
     """The refit is over: confirmed workers serve, the others are out of service."""
 
@@ -268,7 +242,6 @@ class RefitEnded(RolloutEvent):
 # ---- events: scaling -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ScaleRequested(RolloutEvent):
     """Manual worker count, until released or until `until`. Overrides the policy."""
 
@@ -277,12 +250,10 @@ class ScaleRequested(RolloutEvent):
     why: str = ""
 
 
-@dataclass(frozen=True)
 class ScaleReleased(RolloutEvent):
     """The policy decides again."""
 
 
-@dataclass(frozen=True)
 class HoldRequested(RolloutEvent):
     """A named floor of workers for a while (e.g. before a validation)."""
 
@@ -291,14 +262,12 @@ class HoldRequested(RolloutEvent):
     until: float | None = None
 
 
-@dataclass(frozen=True)
 class HoldReleased(RolloutEvent):
     """Removes the floor."""
 
     name: str
 
 
-@dataclass(frozen=True)
 class WorkerRangeSet(RolloutEvent):
     """Replaces the plan's worker range."""
 
@@ -306,14 +275,12 @@ class WorkerRangeSet(RolloutEvent):
     max_workers: int
 
 
-@dataclass(frozen=True)
 class DemandSeen(RolloutEvent):
     """Consumers that could use a freed worker, and for how long."""
 
     takers: tuple[Taker, ...] = ()
 
 
-@dataclass(frozen=True)
 class RolloutTick(RolloutEvent):
     """Time has passed."""
 
@@ -321,8 +288,7 @@ class RolloutTick(RolloutEvent):
 # ---- instructions -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SendRequest:
+class SendRequest(Frozen):
     """Ask the worker for the rest: prompt plus `resumed` tokens in.
 
     Ends in AttemptFinished, AttemptFailed, AbortedExternally or, after an AbortAttempt, AbortDone. The machine itself
@@ -339,8 +305,7 @@ class SendRequest:
     reason: Reason
 
 
-@dataclass(frozen=True)
-class AbortAttempt:
+class AbortAttempt(Frozen):
     """Abort this attempt and report its tokens. Ends in AbortDone, or in AttemptFinished where that came first."""
 
     request: str
@@ -350,8 +315,7 @@ class AbortAttempt:
     reason: Reason
 
 
-@dataclass(frozen=True)
-class AnswerRequest:
+class AnswerRequest(Frozen):
     """Answer the client, exactly once. `of`: the request whose answer it is, where an idempotency key said so."""
 
     request: str
@@ -362,8 +326,7 @@ class AnswerRequest:
     of: str = ""
 
 
-@dataclass(frozen=True)
-class RefuseRequest:
+class RefuseRequest(Frozen):
     """Reject the request; this is its answer. It may be retried after `retry_after_s`."""
 
     request: str
@@ -371,8 +334,7 @@ class RefuseRequest:
     retry_after_s: float
 
 
-@dataclass(frozen=True)
-class WorkerAction:
+class WorkerAction(Frozen):
     """Run an action on a worker. Ends in ActionDone or ActionFailed; the machine enforces the deadline, too."""
 
     worker: str
@@ -384,8 +346,7 @@ class WorkerAction:
     keeps_weights: bool = True  # of a sleep
 
 
-@dataclass(frozen=True)
-class RefitReady:
+class RefitReady(Frozen):
     """All members are quiesced: the trainer may send weights. Membership is frozen until RefitOver."""
 
     version: int
@@ -393,8 +354,7 @@ class RefitReady:
     reason: Reason
 
 
-@dataclass(frozen=True)
-class RefitOver:
+class RefitOver(Frozen):
     """The refit has ended: workers with the new version, and workers without it."""
 
     version: int
@@ -403,15 +363,13 @@ class RefitOver:
     reason: Reason
 
 
-@dataclass(frozen=True)
-class AnnounceScaleStep:
+class AnnounceScaleStep(Frozen):
     """The number of workers changes."""
 
     step: ScaleStep
 
 
-@dataclass(frozen=True)
-class Warn:
+class Warn(Frozen):
     """A warning for the operator. `worker`: the worker concerned, if any."""
 
     reason: Reason

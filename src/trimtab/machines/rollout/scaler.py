@@ -16,7 +16,6 @@ from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import LoadSample, PolicyState, SleepCosts
-from trimtab.machines.rollout.records import RolloutWorker
 from trimtab.machines.rollout.state import RolloutState
 from trimtab.machines.rollout.workers import WorkerTransitions
 from trimtab.model.elastic_config import ElasticConfig
@@ -50,7 +49,7 @@ class Scaler:
             elif worker.state is S.draining:
                 drains += 1
                 draining += load
-                back += self._can_cancel_drain(worker)
+                back += worker.action is None and not (worker.leaving or worker.reclaimed or worker.paused)
             elif state.will_serve(worker):
                 coming += 1
                 running += load
@@ -84,9 +83,6 @@ class Scaler:
         """The minimum now: by plan, or by holds."""
         state = self.state
         return min(max([state.min_workers, *(workers for workers, _ in state.holds.values())]), state.max_workers)
-
-    def _can_cancel_drain(self, worker: RolloutWorker) -> bool:
-        return worker.action is None and not (worker.leaving or worker.reclaimed or worker.paused)
 
     # ---- manual settings -------------------------------------------------------------------------------------------
 

@@ -7,12 +7,12 @@ oracle under the same seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
+from trimtab.core.frozen import Frozen
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.labels import capitalised, escape, fit, text_width
 from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg
@@ -98,8 +98,7 @@ def policies_section(scenario: ComparedScenario) -> str:
     return page.section("policies", "What was compared", "", page.plain_list(items))
 
 
-@dataclass(frozen=True)
-class PolicyBar:
+class PolicyBar(Frozen):
     """A policy: a value with its spread, and both as text."""
 
     name: str

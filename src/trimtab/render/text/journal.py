@@ -7,7 +7,7 @@ Shares its tables and page with simulations. Without other policies it shows onl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.render.html.simulation import PoolComparison, pool_page, pool_table
 from trimtab.render.live import PROGRESS
 from trimtab.render.output import err, out, show
@@ -28,8 +29,7 @@ from trimtab.replay.pool.scenario import PoolFigures, compare_pools
 SHOWN = 5  # differences that are listed
 
 
-@dataclass(frozen=True)
-class _RecordedPolicy:
+class _RecordedPolicy(Frozen):
     """The row of the recording, among policies."""
 
     name: str = replay.RECORDED
@@ -38,8 +38,7 @@ class _RecordedPolicy:
         return "as recorded in the journal; not replayed"
 
 
-@dataclass(frozen=True)
-class ReplaySummary:
+class ReplaySummary(Frozen):
     """The result of a replay."""
 
     name: str

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Generic, Protocol, TypeVar
 from pydantic import Field
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.sections import Made, Seed, Shorthand
 
 MIN_STANDARD_ERRORS = 2.0  # standard errors that a gain must exceed
@@ -42,8 +43,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else nan
 
 
-@dataclass(frozen=True)
-class Recommendation:
+class Recommendation(Frozen):
     """The recommended setting: the current one unless another is significantly better."""
 
     choose: str
@@ -149,8 +149,7 @@ def check_unique(policies: Sequence[NamedPolicy]) -> None:
             raise InputError(f"two policies are named {name}", hint="give one a `name`")
 
 
-@dataclass(frozen=True)
-class PolicySummary:
+class PolicySummary(Frozen):
     """A policy over all seeds: its figures, and what else the kind of simulation knows of it."""
 
     policy: str
@@ -301,8 +300,7 @@ class SweepRules(Generic[FiguresT]):
         return {name: {run.seed: self.figure(run) for run in runs} for name, runs in known.items()}
 
 
-@dataclass(frozen=True)
-class ScenarioKind:
+class ScenarioKind(Frozen):
     """A kind of simulation: how its scenarios are read, run, swept and compared."""
 
     read: Callable[[Path], Any]

@@ -13,12 +13,13 @@ import heapq
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.sections import Amount, Made, Section, Share, Within
 
 Event = TypeVar("Event")
@@ -55,8 +56,7 @@ class Agenda(Generic[Event]):
 P99 = 2.3263478740408408  # standard deviations at the 99th percentile
 
 
-@dataclass(frozen=True)
-class Distribution:
+class Distribution(Frozen):
     """Seconds, or any non-negative amount."""
 
     median: float = 0.0
@@ -126,8 +126,7 @@ Durations = Annotated[
 """In a scenario: 3, {median: 1, p99: 4} or {values: [1, 2, 3]}."""
 
 
-@dataclass(frozen=True)
-class PoolTimes:
+class PoolTimes(Frozen):
     """Durations of pool operations. Bind and start times are from our own benchmarks; a task's state is assumed to be
     20 GB, written and read at about 2 GB/s.
     """
@@ -150,8 +149,7 @@ AN_HOUR = Distribution(3600.0)
 NodeEventKind = Literal["lost", "joined", "draining"]
 
 
-@dataclass(frozen=True)
-class ChurnEvent:
+class ChurnEvent(Frozen):
     """A change of a node's state. A draining node is lost `notice_s` later."""
 
     at_s: float
@@ -160,8 +158,7 @@ class ChurnEvent:
     notice_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Churn:
+class Churn(Frozen):
     """Random failures."""
 
     days_between: Annotated[float, Within(0.001, 1e12)]  # mean time between failures of a node

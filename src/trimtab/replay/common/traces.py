@@ -12,19 +12,18 @@ import io
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from trimtab.core.errors import InputError, nearest
+from trimtab.core.frozen import Frozen
 from trimtab.formats.files import unreadable
 
 MAX_ROWS = 10_000_000
 TraceItem = TypeVar("TraceItem")
 
 
-@dataclass(frozen=True)
-class JobRow:
+class JobRow(Frozen):
     """A row of a job table."""
 
     submit_s: float
@@ -33,8 +32,7 @@ class JobRow:
     group: str = ""  # user group: a virtual cluster, a team
 
 
-@dataclass(frozen=True)
-class RequestRow:
+class RequestRow(Frozen):
     """A row of a request trace."""
 
     arrival_s: float
@@ -43,8 +41,7 @@ class RequestRow:
     blocks: tuple[int, ...] = ()  # prefix block hashes; empty: unknown
 
 
-@dataclass(frozen=True)
-class TraceKind:
+class TraceKind(Frozen):
     """A kind of trace: required and optional columns."""
 
     name: str
@@ -108,8 +105,7 @@ def _in_order(
     return found
 
 
-@dataclass(frozen=True)
-class TraceRow:
+class TraceRow(Frozen):
     """A row of a trace, by column."""
 
     words: dict[str, str]

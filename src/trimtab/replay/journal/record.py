@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.explain import instruction_text
 from trimtab.machines.pool.machine import PoolMachine
@@ -93,8 +94,7 @@ class TaskStory:
         return last if last is not None and last.stopped_s is None else None
 
 
-@dataclass(frozen=True)
-class ReplayDifference:
+class ReplayDifference(Frozen):
     """An event for which the machine now gives other instructions."""
 
     number: int  # of the event, from 1
@@ -104,8 +104,7 @@ class ReplayDifference:
     now: InstructionLines
 
 
-@dataclass(frozen=True)
-class GivenInstruction:
+class GivenInstruction(Frozen):
     """An instruction and its time."""
 
     at_s: float

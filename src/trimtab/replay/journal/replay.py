@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from trimtab.core.errors import InfeasibleError, InputError, check_known, meant
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.formats import sections, yaml_text
 from trimtab.formats.sections import Section
@@ -31,16 +32,8 @@ from trimtab.replay.common.comparison import BY_USE
 from trimtab.replay.common.timing import ChurnEvent
 from trimtab.replay.journal.record import GivenInstruction, SettingEvent, verb
 from trimtab.replay.journal.world import COUNTED, JournalWorld, base_name
+from trimtab.replay.pool import driver
 from trimtab.replay.pool.clairvoyant import Clairvoyant
-from trimtab.replay.pool.driver import (
-    BINS,
-    PoolCurves,
-    PoolOutcome,
-    PoolReality,
-    PoolReplay,
-    PoolScheduler,
-    SimulatedTask,
-)
 from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy, scheduler
 from trimtab.replay.pool.scenario import PoolFigures, PoolPolicySection, figures
@@ -50,8 +43,7 @@ AS_IT_WAS = "as it was"
 SEED = 0
 
 
-@dataclass(frozen=True)
-class AlternativePolicy:
+class AlternativePolicy(Frozen):
     """A policy to try: changes to the journal's pools and rules, or a baseline."""
 
     policy: PoolPolicy
@@ -96,12 +88,11 @@ class AlternativePolicy:
 UNCHANGED = AlternativePolicy(PoolPolicy(AS_IT_WAS, "trimtab"), unchanged=True)
 
 
-@dataclass(frozen=True)
-class JournalRun:
+class JournalRun(Frozen):
     """A replay and its instructions."""
 
     figures: PoolFigures
-    outcome: PoolOutcome
+    outcome: driver.PoolOutcome
     given: tuple[GivenInstruction, ...] = ()
 
 
@@ -116,7 +107,7 @@ def run_alternative(
             outcome = _JournalBound(world).run()
         else:
             most = max(world.node_units.values(), default=1)
-            decides: PoolScheduler = PoolMachine() if machine else scheduler(other.policy, most, most)[0]
+            decides: driver.PoolScheduler = PoolMachine() if machine else scheduler(other.policy, most, most)[0]
             settings = other.settings(world) if machine else _for_baselines(world.settings)
             outcome = JournalReplay(
                 decides,
@@ -147,12 +138,12 @@ def in_resource_amounts(run: PoolFigures, each: float) -> PoolFigures:
     return replace(run, redone_gpu_h=run.redone_gpu_h * each, curves=replace(run.curves, used_gpus=used))
 
 
-class JournalReplay(PoolReplay):
+class JournalReplay(driver.PoolReplay):
     """A run in the world of a journal."""
 
     def __init__(
         self,
-        decides: PoolScheduler,
+        decides: driver.PoolScheduler,
         world: JournalWorld,
         settings: Sequence[tuple[float, SettingEvent]],
         *,
@@ -166,7 +157,7 @@ class JournalReplay(PoolReplay):
         self._left = Counter(work.spec.pool for work in world.workload)  # by pool: tasks that have not ended
         self._to_drop: set[str] = set()
         self._endings = {story.name: story.ending for story in world.stories if isinstance(decides, PoolMachine)}
-        reality = PoolReality((), 0, world.times, checkpoint_s=0.0, seed=SEED)
+        reality = driver.PoolReality((), 0, world.times, checkpoint_s=0.0, seed=SEED)
         super().__init__(decides, (), reality, on_event=on_event, progress=progress)
         self._window_s = world.until_s
         # At equal times settings come first: tasks were submitted under them.
@@ -210,9 +201,9 @@ class JournalReplay(PoolReplay):
     def _sample(self) -> None:
         """Adds a point for every bin: runs are short here and are compared with the recording."""
         until_s = min(self._agenda.now, self._window_s)
-        while self._next_bin <= until_s and len(self._curves.at) <= BINS:
+        while self._next_bin <= until_s and len(self._curves.at) <= driver.BINS:
             self._curves.add(self._next_bin, self._waiting, self._used)
-            self._next_bin = self._window_s * len(self._curves.at) / BINS
+            self._next_bin = self._window_s * len(self._curves.at) / driver.BINS
         if self._progress is not None:
             self._progress(until_s / self._window_s if self._window_s else 1.0)
 
@@ -281,7 +272,7 @@ class _JournalBound(Clairvoyant):
             for at_s, event in _for_baselines(world.settings)
             if isinstance(event, e.NodeJoined | e.NodeLost)
         )
-        super().__init__(world.workload, PoolReality((), 0, churn=happens, seed=SEED))
+        super().__init__(world.workload, driver.PoolReality((), 0, churn=happens, seed=SEED))
         self._window_s = world.until_s
 
     def _node(self, event: ChurnEvent) -> None:
@@ -301,7 +292,7 @@ def recorded(world: JournalWorld) -> JournalRun:
         for task, story in zip(tasks, world.stories, strict=True)
         for attempt in story.attempts
     )
-    outcome = PoolOutcome(
+    outcome = driver.PoolOutcome(
         tasks,
         world.record.events,
         sum(task.evictions for task in tasks),
@@ -320,13 +311,13 @@ def recorded(world: JournalWorld) -> JournalRun:
     )
 
 
-def _recorded_task(world: JournalWorld, number: int) -> SimulatedTask:
+def _recorded_task(world: JournalWorld, number: int) -> driver.SimulatedTask:
     work, story = world.workload[number], world.stories[number]
     end_s = world.record.end_s
     began = [attempt for attempt in story.attempts if attempt.started_s is not None]
     last = began[-1]
     waits = story.ended_s is None and story.open is None
-    task = SimulatedTask(work, (), 0.0, story.queued_s)
+    task = driver.SimulatedTask(work, (), 0.0, story.queued_s)
     task.waited_s = story.waited_s + (end_s - story.queued_s if waits else 0.0)
     task.first_start_s = story.attempts[0].assigned_s
     task.evictions, task.losses = story.evictions, story.losses
@@ -348,7 +339,7 @@ def _capacity(world: JournalWorld) -> float:
     return total + sum(size * max(0.0, until_s - since_s) for since_s, size in there.values())
 
 
-def _curves(world: JournalWorld) -> PoolCurves:
+def _curves(world: JournalWorld) -> driver.PoolCurves:
     """Waiting tasks and units in use over time."""
     changes: list[tuple[float, int, int]] = []
     for work, story in zip(world.workload, world.stories, strict=True):
@@ -365,9 +356,9 @@ def _curves(world: JournalWorld) -> PoolCurves:
             if story.ended_s is not None:
                 changes.append((story.ended_s, -1, 0))
     changes.sort(key=lambda change: change[0])
-    curves, waiting, used, at = PoolCurves(), 0, 0, 0
-    for point in range(BINS + 1):
-        now_s = world.until_s * point / BINS
+    curves, waiting, used, at = driver.PoolCurves(), 0, 0, 0
+    for point in range(driver.BINS + 1):
+        now_s = world.until_s * point / driver.BINS
         while at < len(changes) and changes[at][0] <= now_s:
             waiting, used = waiting + changes[at][1], used + changes[at][2]
             at += 1
@@ -378,8 +369,7 @@ def _curves(world: JournalWorld) -> PoolCurves:
 # ---- agreement ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ReplayAgreement:
+class ReplayAgreement(Frozen):
     """How close the replay of the recorded policy is to the recording."""
 
     instructions: int  # recorded instructions for replayed tasks

@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import PreemptionPolicy, TaskSpec
@@ -31,8 +32,7 @@ MOST_CLASSES = 6  # with more, tasks are classed by pool alone
 MeasuredDurations = dict[tuple[str, str, int], float]
 
 
-@dataclass(frozen=True)
-class CountedUnit:
+class CountedUnit(Frozen):
     """The counted resource and the size of a unit."""
 
     resource: str
@@ -49,8 +49,7 @@ class CountedUnit:
         return sum(round(bundle.get(self.resource) / self.each) for bundle in bundles) // GRAIN
 
 
-@dataclass(frozen=True)
-class JournalWorld:
+class JournalWorld(Frozen):
     """The replayed world: the same for every scheduler."""
 
     record: JournalRecord

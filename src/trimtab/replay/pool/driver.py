@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import TaskSpec
@@ -24,8 +25,7 @@ CHECK_EVERY = 100_000  # events between two full checks
 BINS = 240  # points of the curves over time
 
 
-@dataclass(frozen=True)
-class WorkloadTask:
+class WorkloadTask(Frozen):
     """A task, its submission time, and the length of its work, which only the simulation knows."""
 
     spec: TaskSpec
@@ -48,8 +48,7 @@ class PoolScheduler(Protocol):
         """Raises AssertionError if its state is inconsistent."""
 
 
-@dataclass(frozen=True)
-class PoolReality:
+class PoolReality(Frozen):
     """The simulated cluster: the same for every scheduler."""
 
     nodes: tuple[str, ...]

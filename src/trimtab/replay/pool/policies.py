@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.machines.pool import events as e
@@ -470,8 +471,7 @@ KNOWN = {
 }
 
 
-@dataclass(frozen=True)
-class PoolPolicy:
+class PoolPolicy(Frozen):
     """A policy of a scenario."""
 
     name: str  # as shown in tables

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -26,19 +26,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import Resources
-from trimtab.formats.sections import (
-    Amount,
-    Count,
-    FieldsOf,
-    Made,
-    Name,
-    Positive,
-    Priority,
-    Section,
-    Within,
-    checked_by,
-)
+from trimtab.formats import sections
 from trimtab.formats.yaml_text import read_source
 from trimtab.model.pool import PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.comparison import (
@@ -59,24 +49,15 @@ from trimtab.replay.common.comparison import (
 )
 from trimtab.replay.common.timing import MEASURED, Churn, ChurnEvent, Durations, NodeEventKind, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
+from trimtab.replay.pool import driver
 from trimtab.replay.pool.clairvoyant import Clairvoyant
-from trimtab.replay.pool.driver import (
-    POOL,
-    PoolCurves,
-    PoolOutcome,
-    PoolReality,
-    PoolReplay,
-    SimulatedTask,
-    WorkloadTask,
-)
 from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, THRESHOLD_GPU_S, PoolPolicy, scheduler
 
 ALL = "all"
 OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")
 
 
-@dataclass(frozen=True)
-class ClassFigures:
+class ClassFigures(Frozen):
     """Figures of a class of tasks, or of all tasks."""
 
     tasks: int
@@ -92,8 +73,7 @@ class ClassFigures:
 OF_CLASS = tuple(item.name for item in fields(ClassFigures) if item.name != "tasks")
 
 
-@dataclass(frozen=True)
-class PoolFigures:
+class PoolFigures(Frozen):
     """Figures of a run."""
 
     policy: str
@@ -108,7 +88,7 @@ class PoolFigures:
     events: int
     looks: int  # invariant checks
     checks: int  # full consistency checks of the scheduler
-    curves: PoolCurves
+    curves: driver.PoolCurves
     seconds: float = 0.0  # wall time of the simulation
 
     def record(self) -> dict[str, Any]:
@@ -122,7 +102,7 @@ class PoolFigures:
         return {name: getattr(self, name) for name in before} | by_class | {name: getattr(self, name) for name in after}
 
 
-def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
+def figures(outcome: driver.PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
     by_class = {name: [task for task in outcome.tasks if task.work.class_ == name] for name in classes}
     found = {name: _class_figures(tasks) for name, tasks in by_class.items() if tasks}
     found[ALL] = _class_figures(outcome.tasks)
@@ -144,7 +124,7 @@ def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]
     )
 
 
-def _class_figures(tasks: Sequence[SimulatedTask]) -> ClassFigures:
+def _class_figures(tasks: Sequence[driver.SimulatedTask]) -> ClassFigures:
     waits = sorted(task.waited_s for task in tasks)
     took = [(math.nan if task.done_s is None else task.done_s) - task.work.submit_s for task in tasks]
     completions = sorted(took)
@@ -181,28 +161,29 @@ POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
 
 Sizes = Annotated[
     tuple[tuple[int, float], ...],
-    Made(Annotated[dict[Count, Positive], Field(min_length=1)], lambda shares: tuple(sorted(shares.items()))),
+    sections.Made(
+        Annotated[dict[sections.Count, sections.Positive], Field(min_length=1)],
+        lambda shares: tuple(sorted(shares.items())),
+    ),
 ]
 
 
-@dataclass(frozen=True)
-class PriorityClass:
+class PriorityClass(Frozen):
     """A priority class and its share of the tasks."""
 
     name: str
-    priority: Priority
-    share: Amount  # of all tasks, at random
+    priority: sections.Priority
+    share: sections.Amount  # of all tasks, at random
 
 
 CLASSES = (PriorityClass("high", 8.0, 0.1), PriorityClass("normal", 5.0, 0.3), PriorityClass("low", 2.0, 0.6))
 
 
-@dataclass(frozen=True)
-class TaskGenerator:
+class TaskGenerator(Frozen):
     """Generated jobs: Poisson arrivals, random durations, sizes by share."""
 
-    count: Count
-    per_hour: Positive
+    count: sections.Count
+    per_hour: sections.Positive
     duration_s: Durations
     gpus: Sizes = ((1, 1.0),)  # sizes and their shares
 
@@ -234,7 +215,7 @@ def workload(
     rate: float = 1.0,
     saves: bool = True,
     estimates: bool = False,
-) -> list[WorkloadTask]:
+) -> list[driver.WorkloadTask]:
     """Turns rows into tasks. `rate` 2: they arrive twice as fast; `estimates`: tasks state their length."""
     source = random.Random(f"classes {seed}")
     names = [item.name for item in classes]
@@ -247,7 +228,7 @@ def workload(
             sizes[row.gpus] = bundles(row.gpus, node_gpus)
         spec = TaskSpec(
             f"t{number}",
-            POOL,
+            driver.POOL,
             sizes[row.gpus],
             priority=by_name[name].priority,
             estimate_s=row.duration_s if estimates else 0.0,
@@ -256,7 +237,7 @@ def workload(
             saves=saves,
             awaits_node=True,  # a failed node comes back
         )
-        found.append(WorkloadTask(spec, row.submit_s / rate, row.duration_s, row.gpus, name))
+        found.append(driver.WorkloadTask(spec, row.submit_s / rate, row.duration_s, row.gpus, name))
     return found
 
 
@@ -271,16 +252,16 @@ def bundles(gpus: int, node_gpus: int) -> tuple[Resources, ...]:
 # ---- file ---------------------------------------------------------------------------------------------------------
 
 
-Whole = Annotated[int, Within(0, 1_000_000_000)]
+Whole = Annotated[int, sections.Within(0, 1_000_000_000)]
 
 
-class NodeEventSection(Section):
+class NodeEventSection(sections.Section):
     """A change of a node's state."""
 
-    at_s: Amount
+    at_s: sections.Amount
     node: Whole
     what: NodeEventKind
-    notice_s: Amount = 120.0
+    notice_s: sections.Amount = 120.0
 
 
 def _classes(stated: dict[str, dict[str, float]]) -> tuple[PriorityClass, ...]:
@@ -291,22 +272,24 @@ def _classes(stated: dict[str, dict[str, float]]) -> tuple[PriorityClass, ...]:
 
 Event = Annotated[
     ChurnEvent,
-    Made(NodeEventSection, lambda event: ChurnEvent(event.at_s, f"n{event.node:05d}", event.what, event.notice_s)),
+    sections.Made(
+        NodeEventSection, lambda event: ChurnEvent(event.at_s, f"n{event.node:05d}", event.what, event.notice_s)
+    ),
 ]
-Class = Annotated[dict[str, Any], FieldsOf(PriorityClass, only=("priority", "share"))]
-Classes = Annotated[tuple[PriorityClass, ...], Made(dict[Name, Class], _classes)]
+Class = Annotated[dict[str, Any], sections.FieldsOf(PriorityClass, only=("priority", "share"))]
+Classes = Annotated[tuple[PriorityClass, ...], sections.Made(dict[sections.Name, Class], _classes)]
 
 
-class PoolPolicySection(Section):
+class PoolPolicySection(sections.Section):
     """An entry of `policies`."""
 
     use: str
     name: str | None = None
-    preemption: Annotated[dict[str, Any], FieldsOf(PreemptionPolicy, only=PREEMPTION_KEYS)] = Field(
+    preemption: Annotated[dict[str, Any], sections.FieldsOf(PreemptionPolicy, only=PREEMPTION_KEYS)] = Field(
         default_factory=dict
     )
-    pool: Annotated[dict[str, Any], FieldsOf(PoolSpec, only=POOL_KEYS)] = Field(default_factory=dict)
-    threshold_gpu_s: Amount = THRESHOLD_GPU_S  # of least attained service
+    pool: Annotated[dict[str, Any], sections.FieldsOf(PoolSpec, only=POOL_KEYS)] = Field(default_factory=dict)
+    threshold_gpu_s: sections.Amount = THRESHOLD_GPU_S  # of least attained service
 
 
 def _policy(section: PoolPolicySection) -> PoolPolicy:
@@ -314,21 +297,20 @@ def _policy(section: PoolPolicySection) -> PoolPolicy:
     return PoolPolicy(name, section.use, section.preemption, section.pool, section.threshold_gpu_s)
 
 
-Policy = Annotated[PoolPolicy, Made(Annotated[PoolPolicySection, BY_USE], _policy)]
-Policies = Annotated[tuple[Policy, ...], Field(min_length=1), checked_by(check_unique)]
+Policy = Annotated[PoolPolicy, sections.Made(Annotated[PoolPolicySection, BY_USE], _policy)]
+Policies = Annotated[tuple[Policy, ...], Field(min_length=1), sections.checked_by(check_unique)]
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ClusterSettings:
+class ClusterSettings(Frozen):
     """Identical nodes, and their churn."""
 
-    nodes: Count
-    gpus: Annotated[int, Within(1, 1024)] = 8
+    nodes: sections.Count
+    gpus: Annotated[int, sections.Within(1, 1024)] = 8
     events: tuple[Event, ...] = ()
-    churn: Annotated[Churn, FieldsOf(Churn)] | None = None
+    churn: Annotated[Churn, sections.FieldsOf(Churn)] | None = None
 
     def __post_init__(self) -> None:
         for event in self.events:
@@ -342,15 +324,14 @@ class ClusterSettings:
         return "; ".join([size, *more, *([self.churn.text()] if self.churn else [])])
 
 
-@dataclass(frozen=True)
-class WorkloadSettings:
+class WorkloadSettings(Frozen):
     """The workload of a scenario."""
 
     trace: Path | None = None
-    generate: Annotated[TaskGenerator, FieldsOf(TaskGenerator)] | None = None
-    limit: Count | None = None
-    most_gpus: Count | None = None
-    rate: Positive = 1.0
+    generate: Annotated[TaskGenerator, sections.FieldsOf(TaskGenerator)] | None = None
+    limit: sections.Count | None = None
+    most_gpus: sections.Count | None = None
+    rate: sections.Positive = 1.0
     classes: Classes = CLASSES
     saves: bool = True
     estimates: bool = False
@@ -387,17 +368,16 @@ class WorkloadSettings:
         return f"{text}; classes drawn at random, independent of size and length: {shares}"
 
 
-@dataclass(frozen=True)
-class PoolScenario:
+class PoolScenario(Frozen):
     """A pool scenario."""
 
-    cluster: Annotated[ClusterSettings, FieldsOf(ClusterSettings)]
-    tasks: Annotated[WorkloadSettings, FieldsOf(WorkloadSettings)]
+    cluster: Annotated[ClusterSettings, sections.FieldsOf(ClusterSettings)]
+    tasks: Annotated[WorkloadSettings, sections.FieldsOf(WorkloadSettings)]
     name: str = ""
-    times: Annotated[PoolTimes, FieldsOf(PoolTimes)] = MEASURED
+    times: Annotated[PoolTimes, sections.FieldsOf(PoolTimes)] = MEASURED
     policies: Policies = tuple(PoolPolicy(name, name) for name in POLICIES)
     seeds: Seeds = SEEDS
-    checkpoint_s: Amount = 1800.0
+    checkpoint_s: sections.Amount = 1800.0
 
     def assumptions(self) -> list[str]:
         """The assumptions of a scenario, for a report."""
@@ -411,19 +391,19 @@ class PoolScenario:
         ]
 
 
-FILE = FieldsOf(PoolScenario)
+FILE = sections.FieldsOf(PoolScenario)
 
 
-def reality(scenario: PoolScenario, seed: int, until_s: float) -> PoolReality:
+def reality(scenario: PoolScenario, seed: int, until_s: float) -> driver.PoolReality:
     """The cluster of a scenario, with its churn under a seed."""
     cluster = scenario.cluster
     names = tuple(f"n{at:05d}" for at in range(cluster.nodes))
     by_chance = cluster.churn.events(list(names), until_s, seed) if cluster.churn else []
     events = sorted([*cluster.events, *by_chance], key=lambda event: (event.at_s, event.node))
-    return PoolReality(names, cluster.gpus, scenario.times, tuple(events), scenario.checkpoint_s, seed)
+    return driver.PoolReality(names, cluster.gpus, scenario.times, tuple(events), scenario.checkpoint_s, seed)
 
 
-def tasks(scenario: PoolScenario, seed: int) -> list[WorkloadTask]:
+def tasks(scenario: PoolScenario, seed: int) -> list[driver.WorkloadTask]:
     """The workload of a scenario under a seed."""
     settings = scenario.tasks
     rows = settings.rows(seed)
@@ -457,7 +437,7 @@ def run_pool(
         return figures(Clairvoyant(submitted, real).run(), policy.name, seed, classes)
     gpus = scenario.cluster.nodes * scenario.cluster.gpus
     machine, first = scheduler(policy, scenario.cluster.gpus, gpus)
-    outcome = PoolReplay(machine, submitted, real, first=first, progress=progress).run()
+    outcome = driver.PoolReplay(machine, submitted, real, first=first, progress=progress).run()
     return figures(outcome, policy.name, seed, classes)
 
 

@@ -9,11 +9,12 @@ the nodes that are present throughout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.machine import ReplanMachine
@@ -21,16 +22,7 @@ from trimtab.machines.replan.migration import MigrationState, MigrationTracker, 
 from trimtab.machines.replan.placed_plan import PlacedPlan, changes, gpu_slots, on_current_gpus, without
 from trimtab.model.run import DecisionNumbers, Migration, ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster
-from trimtab.replay.replan.driver import (
-    AGAIN,
-    MOVES,
-    WAITS,
-    ReplanListener,
-    ReplanOutcome,
-    ReplanReplay,
-    SimulatedMigration,
-    free_oracle,
-)
+from trimtab.replay.replan import driver
 from trimtab.replay.replan.reality import PlanCache, TrueCosts
 
 
@@ -136,16 +128,16 @@ class KeptPlanPolicy:
 _ANY = DecisionNumbers(iteration_s=0.0, horizon=0)
 
 
-def kept(truth: TrueCosts, rules: ReplanRules, first: PlacedPlan | None = None) -> ReplanOutcome:
+def kept(truth: TrueCosts, rules: ReplanRules, first: PlacedPlan | None = None) -> driver.ReplanOutcome:
     """Runs with a plan that is left only when its GPUs go."""
     begin = truth.first() if first is None else first
     here = begin.on(truth.reality.job.cluster)
     assert here is not None, "a plan for nodes that do not exist at the start"
     decider = KeptPlanPolicy(truth.plans, here, truth.reality.job.cluster, rules)
-    return ReplanReplay(decider, truth, rules).run()
+    return driver.ReplanReplay(decider, truth, rules).run()
 
 
-def best_static(truth: TrueCosts, rules: ReplanRules) -> ReplanOutcome:
+def best_static(truth: TrueCosts, rules: ReplanRules) -> driver.ReplanOutcome:
     """Runs with the static plan that is best in hindsight."""
     here, always = truth.reality.job.cluster, throughout(truth, rules)
     found = [truth.first(), *_candidates(truth, here), *(_candidates(truth, always) if always != here else ())]
@@ -185,8 +177,7 @@ USES = {
 AUTO = ReplanRules(mode=ReplanMode.auto)
 
 
-@dataclass(frozen=True)
-class ReplanFigures:
+class ReplanFigures(Frozen):
     """Figures of a run. Seconds are of the run; work voided by a loss is in `void_s`."""
 
     policy: str
@@ -208,7 +199,7 @@ class ReplanFigures:
     first_plan: str
     last_plan: str
     walls_s: tuple[float, ...] = ()
-    moved: tuple[SimulatedMigration, ...] = ()
+    moved: tuple[driver.SimulatedMigration, ...] = ()
     seconds: float = 0.0  # wall time of the simulation
 
     def record(self) -> dict[str, Any]:
@@ -219,25 +210,25 @@ def loop_run(
     truth: TrueCosts,
     rules: ReplanRules,
     *,
-    on_event: ReplanListener | None = None,
+    on_event: driver.ReplanListener | None = None,
     progress: Callable[[float], None] | None = None,
-) -> ReplanOutcome:
+) -> driver.ReplanOutcome:
     reality, first = truth.reality, truth.first()
     machine = ReplanMachine(reality.job.workflow, reality.job.cluster, first.plan, rules, reality.allowed)
-    return ReplanReplay(machine, truth, rules, on_event=on_event, progress=progress).run()
+    return driver.ReplanReplay(machine, truth, rules, on_event=on_event, progress=progress).run()
 
 
 def run_policy(
     use: str, truth: TrueCosts, rules: ReplanRules = AUTO, progress: Callable[[float], None] | None = None
-) -> ReplanOutcome:
+) -> driver.ReplanOutcome:
     if use == "trimtab":
         return loop_run(truth, rules, progress=progress)
     if use == "oracle":
-        return free_oracle(truth)
+        return driver.free_oracle(truth)
     return kept(truth, rules) if use == "kept" else best_static(truth, rules)
 
 
-def figures(outcome: ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
+def figures(outcome: driver.ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
     arrived = [move for move in outcome.moves if move.arrived]
     return ReplanFigures(
         policy,
@@ -249,9 +240,9 @@ def figures(outcome: ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
         len(arrived),
         len(outcome.moves) - len(arrived),
         sum(move.forced for move in arrived),
-        outcome.spent[MOVES],
-        outcome.spent[AGAIN],
-        outcome.spent[WAITS],
+        outcome.spent[driver.MOVES],
+        outcome.spent[driver.AGAIN],
+        outcome.spent[driver.WAITS],
         outcome.void,
         outcome.decisions,
         outcome.events,

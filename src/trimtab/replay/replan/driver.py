@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.run import MigrationStage, ReplanRules
@@ -24,8 +25,7 @@ TRAINS, MOVES, AGAIN, WAITS = "iterations", "moves", "void", "waiting"
 ReplanListener = Callable[[e.ReplanEvent, float, "list[e.ReplanInstruction]"], None]
 
 
-@dataclass(frozen=True)
-class SimulatedMigration:
+class SimulatedMigration(Frozen):
     """A migration: after which iteration, why, to which plan, its outcome, and the seconds the run stood still."""
 
     after: int

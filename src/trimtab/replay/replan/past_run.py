@@ -16,6 +16,7 @@ from typing import Any
 
 from trimtab.core.codec import decode
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.files import unreadable
 from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.model.run import Iteration, MigrationStage
@@ -29,8 +30,7 @@ NEIGHBOURS = 2  # on each side
 MIN_ITERATIONS = 5  # iterations
 
 
-@dataclass(frozen=True)
-class PastRunReality:
+class PastRunReality(Frozen):
     """The reality recorded in a run folder."""
 
     iterations: int

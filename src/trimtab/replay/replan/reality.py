@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.sections import Amount, Count, Index, Made, Positive, Share
 from trimtab.machines.replan.decision import ReplanPlanner
 from trimtab.machines.replan.events import ClusterChangeCause, ClusterChanged
@@ -59,8 +60,7 @@ def minibatches(path: Path) -> tuple[Floats, ...]:
     return tuple(np.array(steps) for steps in found.values())
 
 
-@dataclass(frozen=True)
-class TraceNoise:
+class TraceNoise(Frozen):
     """Stretches of real steps, each of another worker, around its own level."""
 
     files: tuple[Path, ...]
@@ -92,8 +92,7 @@ def _long(steps: Floats, iterations: int) -> Floats:
     return np.concatenate(parts)
 
 
-@dataclass(frozen=True)
-class SyntheticNoise:
+class SyntheticNoise(Frozen):
     """Autocorrelated noise, with occasional iterations that take up to twice as long."""
 
     spread: float = 0.04
@@ -121,8 +120,7 @@ class SyntheticNoise:
         )
 
 
-@dataclass(frozen=True)
-class DrawnNoise:
+class DrawnNoise(Frozen):
     """Independent noise of every iteration, from a distribution."""
 
     factor: Distribution
@@ -135,8 +133,7 @@ class DrawnNoise:
         return f"independent noise of every iteration: {self.factor.text(' times')}"
 
 
-@dataclass(frozen=True)
-class PastNoise:
+class PastNoise(Frozen):
     """Measured noise of a past run, the same for every seed."""
 
     run: str
@@ -158,8 +155,7 @@ Levels = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Drift:
+class Drift(Frozen):
     """How a component's level drifts: to `to` times its profile, over `over` iterations, after iteration `after`.
 
     `steady` linearly, `exponential` geometrically, `early` most of it at first, `wave` periodically there and back,
@@ -203,8 +199,7 @@ class Drift:
         return f"to {self.to:g} times its profile{when}, {how}"
 
 
-@dataclass(frozen=True)
-class PeriodicWork:
+class PeriodicWork(Frozen):
     """Work every few iterations that is not drift: validation."""
 
     every: Count
@@ -224,8 +219,7 @@ _CHECK = Distribution(0.01, math.log(5) / P99)
 _RESUME = Distribution(0.05, math.log(5) / P99)
 
 
-@dataclass(frozen=True)
-class MigrationTimes:
+class MigrationTimes(Frozen):
     """Durations of the stages of a migration.
 
     Stopping, starting and checking processes as measured by our own benchmark on a real Ray (`bench run_moves`); a
@@ -262,8 +256,7 @@ class MigrationTimes:
         return times + ([f"a stage fails in {self.fails:.0%} of the migrations"] if self.fails else [])
 
 
-@dataclass(frozen=True)
-class ScheduledNodeEvent:
+class ScheduledNodeEvent(Frozen):
     """A change of a node's state, at a time or before an iteration."""
 
     node: Node
@@ -316,8 +309,7 @@ SYNTHETIC = SyntheticNoise()
 MEASURED = MigrationTimes()
 
 
-@dataclass(frozen=True)
-class ReplanReality:
+class ReplanReality(Frozen):
     """A job and everything that will happen to it under a seed."""
 
     job: PlacementJob

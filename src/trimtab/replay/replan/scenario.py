@@ -14,7 +14,7 @@ The file is validated before anything runs. `iterations`, `save_every` and `loop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.formats import job as job_form
 from trimtab.formats import sections, yaml_text
 from trimtab.formats.files import is_folder
@@ -92,8 +93,7 @@ FAR = 20.0  # churn is drawn for so many times the length of the run with its fi
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ReplanPolicy:
+class ReplanPolicy(Frozen):
     """A policy of a scenario."""
 
     name: str
@@ -106,8 +106,7 @@ class ReplanPolicy:
         return USES[self.use] + (f"; {changes}" if changes else "")
 
 
-@dataclass(frozen=True)
-class ReplanScenario:
+class ReplanScenario(Frozen):
     """A replan scenario."""
 
     name: str

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.formats.sections import Count, FieldsOf, Made, Positive, Share, Within
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
@@ -45,8 +46,7 @@ from trimtab.replay.pool.invariants import InvariantError
 AttemptKey = tuple[str, int]  # request and attempt
 
 
-@dataclass(frozen=True)
-class EngineSpeed:
+class EngineSpeed(Frozen):
     """Speed of an engine. Defaults: an 8B model on one H200, fitted by hand to public measurements."""
 
     decode_s: float = 4.4e-3  # a decode step without requests
@@ -149,8 +149,7 @@ def least_engine_s(speed: EngineSpeed, limit: int, answers: list[tuple[int, int]
     return total
 
 
-@dataclass(frozen=True)
-class LengthProfile:
+class LengthProfile(Frozen):
     """A distribution of answer lengths."""
 
     name: str
@@ -217,8 +216,7 @@ USABLE_S = 20.0  # an engine that is free for less is not usable by other tasks
 NEVER_S = 1e9
 
 
-@dataclass(frozen=True)
-class SimulatedFleet:
+class SimulatedFleet(Frozen):
     """The simulated engines: the same for every policy."""
 
     engines: int = 8

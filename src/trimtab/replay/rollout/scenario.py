@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +25,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trimtab.core.errors import InputError, check_known
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.formats import sections
 from trimtab.formats.sections import Amount, Count, FieldsOf, OneOrMore, Positive, Section, Share, checked_by
@@ -135,8 +136,7 @@ WINDOWS = 8  # of a trace: the first is warm-up, three choose, four evaluate
 STATICS = 16  # at most so many static numbers of engines are tried; with as many engines or fewer, every number
 
 
-@dataclass(frozen=True)
-class RolloutPolicy:
+class RolloutPolicy(Frozen):
     """A policy of a scenario, or a static number of engines."""
 
     name: str
@@ -147,8 +147,7 @@ class RolloutPolicy:
         return f"{self.elastic.max_workers} engines at all times" if self.use == "static" else KNOWN[self.use][1]
 
 
-@dataclass(frozen=True)
-class RolloutScenario:
+class RolloutScenario(Frozen):
     """A rollout scenario."""
 
     name: str
@@ -272,8 +271,7 @@ def _policies(section: RolloutPolicySection, file: RolloutScenarioFile) -> list[
     return [RolloutPolicy(section.name or section.use, section.use, elastic)]
 
 
-@dataclass(frozen=True)
-class RolloutFigures:
+class RolloutFigures(Frozen):
     """Figures of a run."""
 
     policy: str

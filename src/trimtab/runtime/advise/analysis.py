@@ -10,9 +10,10 @@ import contextlib
 import functools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.frameworks.registry import FRAMEWORKS
 from trimtab.formats.logs import measured
@@ -29,8 +30,7 @@ from trimtab.runtime.advise.replanner import Advice, Adviser
 KEPT_STEPS = 2000  # used for drift; older ones are dropped
 
 
-@dataclass(frozen=True)
-class FollowEvent:
+class FollowEvent(Frozen):
     """A restart, or advice that is new, changed, withdrawn or valid again.
 
     A restart carries the advice that the run was started with, if any.
@@ -42,8 +42,7 @@ class FollowEvent:
     advice: Advice | None = None
 
 
-@dataclass(frozen=True)
-class ComponentSummary:
+class ComponentSummary(Frozen):
     """One component over the newest steps. `wait` says why its time is not its cost, if so."""
 
     name: str
@@ -56,8 +55,7 @@ class ComponentSummary:
     drifted: bool = False  # distinguishable from noise
 
 
-@dataclass(frozen=True)
-class GpuSharing:
+class GpuSharing(Frozen):
     """Components on the same GPUs. `busy` is the share of a step in which they compute; None: not in the log."""
 
     components: tuple[str, ...]
@@ -65,8 +63,7 @@ class GpuSharing:
     busy: float | None
 
 
-@dataclass(frozen=True)
-class RunPicture:
+class RunPicture(Frozen):
     """What is known of the run."""
 
     framework: str

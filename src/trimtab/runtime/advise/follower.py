@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import LoggedStep, RunLog
 from trimtab.formats.write_back import shell_words
@@ -41,8 +42,7 @@ _HINT = "name the run's console log, its JSON lines, or the folder of its event 
 _RANK = re.compile(r"(?i)(rank|worker|proc|process)[_.-]?(\d+)")
 
 
-@dataclass(frozen=True)
-class HookResult:
+class HookResult(Frozen):
     """Result of the command. `status` is None if it could not be started or timed out."""
 
     step: int
@@ -224,8 +224,7 @@ def open_tail(paths: Sequence[Path]) -> Iterator[LogTail]:
         tail.close()
 
 
-@dataclass(frozen=True)
-class ClusterSample:
+class ClusterSample(Frozen):
     """Engines, the cluster's nodes (or why they are not known), this machine's GPUs."""
 
     engines: tuple[EngineSample, ...] = ()
@@ -233,8 +232,7 @@ class ClusterSample:
     gpus: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class FollowFrame:
+class FollowFrame(Frozen):
     """One poll: what is known, new events, and new steps."""
 
     picture: RunPicture

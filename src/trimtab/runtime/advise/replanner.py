@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import overrides
@@ -27,8 +28,7 @@ from trimtab.plan.placement.planner import best_plan
 NEAR = 0.02  # advice changes only for a plan that is faster by this share: real runs do not show less
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(Frozen):
     """Another plan and its gain. Seconds are of one iteration, shares are of the plan in place."""
 
     since: int  # the step after which it was first given

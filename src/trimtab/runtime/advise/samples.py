@@ -13,11 +13,11 @@ import contextlib
 import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.procs.sampler import ChildSampler, print_samples
 from trimtab.runtime.rayapi import auth
 from trimtab.runtime.rayapi.node_view import RayView
@@ -34,8 +34,7 @@ TOKENS = ("vllm:generation_tokens_total", "llamacpp:tokens_predicted_total", "sg
 SPEED = ("sglang:gen_throughput",)
 
 
-@dataclass(frozen=True)
-class NodeUtilization:
+class NodeUtilization(Frozen):
     """One node. `busy` is the recent utilization of its GPUs by index, if it exports that."""
 
     name: str
@@ -68,8 +67,7 @@ class ClusterWatch(ChildSampler[tuple[NodeUtilization, ...]]):
         return sample
 
 
-@dataclass(frozen=True)
-class EngineSample:
+class EngineSample(Frozen):
     """One engine at one moment. None: not reported; `silent_s` is how long it has not answered."""
 
     url: str

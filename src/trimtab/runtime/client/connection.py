@@ -23,14 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.pool import TaskState
-from trimtab.runtime.controller.rpc import (
-    ClientUpdate,
-    ControllerSettings,
-    check_controller_name,
-    controller_name,
-    controllers,
-    value_of,
-)
+from trimtab.runtime.controller import rpc
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.rayapi.connect import NAMESPACE, init
 from trimtab.runtime.rayapi.nodes import live_nodes
@@ -57,10 +50,10 @@ class ControllerConnection:
         timeout_s: float = 120.0,
         *,
         make: bool = True,
-        settings: ControllerSettings | None = None,
+        settings: rpc.ControllerSettings | None = None,
         answer_s: float = ANSWER_S,
     ) -> None:
-        check_controller_name(name)
+        rpc.check_controller_name(name)
         self.ray = ray
         self.name = name
         self.answer_s = answer_s
@@ -70,7 +63,7 @@ class ControllerConnection:
             raise UnreachableError(
                 f"this Ray has no controller {name}", hint="`trimtab.connect()` in Python creates one; --name names one"
             )
-        self._actor = found or self._create(journal_dir, state_dir, settings or ControllerSettings(), timeout_s)
+        self._actor = found or self._create(journal_dir, state_dir, settings or rpc.ControllerSettings(), timeout_s)
         try:
             self.facts: dict[str, Any] = self.ask("ready", journal_dir, state_dir, timeout_s=timeout_s)
         except BaseException:
@@ -89,7 +82,7 @@ class ControllerConnection:
             if not self.ray.is_initialized():  # a call would join any cluster on this machine
                 raise UnreachableError("Ray is gone: this process has left it", hint="connect again")
             try:
-                return value_of(self.ray.get(getattr(self._actor, method).remote(*args), timeout=max(0.01, left_s)))
+                return rpc.value_of(self.ray.get(getattr(self._actor, method).remote(*args), timeout=max(0.01, left_s)))
             except exceptions.GetTimeoutError:
                 raise UnreachableError(
                     f"the controller {self.name} did not answer within {timeout_s:.3g} s",
@@ -120,12 +113,12 @@ class ControllerConnection:
 
     def _find(self) -> Any:
         try:
-            return self.ray.get_actor(controller_name(self.name), namespace=NAMESPACE)
+            return self.ray.get_actor(rpc.controller_name(self.name), namespace=NAMESPACE)
         except ValueError:
             return None
 
     def _create(
-        self, journal_dir: str | None, state_dir: str | None, settings: ControllerSettings, timeout_s: float
+        self, journal_dir: str | None, state_dir: str | None, settings: rpc.ControllerSettings, timeout_s: float
     ) -> Any:
         arguments = [self.name, journal_dir, state_dir, vars(settings)]
         start_controller(driver_address(self.ray), self.name, arguments, timeout_s)
@@ -139,12 +132,12 @@ def free_controller(ray: Any, name: str, timeout_s: float = 60.0) -> Remains:
     """End what a controller left that is dead or refuses its journal; InputError if it runs. Returns what there was."""
     from trimtab.runtime.controller.recovery import free_remains
 
-    check_controller_name(name)
-    if name in controllers(ray):
+    rpc.check_controller_name(name)
+    if name in rpc.controllers(ray):
         try:
             ControllerConnection(ray, name, None, None, timeout_s, make=False)
         except JournalVersionError:
-            ray.kill(ray.get_actor(controller_name(name), NAMESPACE))
+            ray.kill(ray.get_actor(rpc.controller_name(name), NAMESPACE))
         else:
             raise InputError(
                 f"the controller {name} is running",
@@ -169,9 +162,9 @@ class ControllerListener:
     def __init__(
         self,
         what: str,
-        poll: Callable[[KnownTasks, int], Awaitable[ClientUpdate | None]],
+        poll: Callable[[KnownTasks, int], Awaitable[rpc.ClientUpdate | None]],
         known: Callable[[], KnownTasks],
-        on_update: Callable[[ClientUpdate, bool], Awaitable[None]],
+        on_update: Callable[[rpc.ClientUpdate, bool], Awaitable[None]],
         retry_s: float,
     ) -> None:
         self._what = what
@@ -259,7 +252,7 @@ def main(settings_json: str) -> None:
     controller = (
         ray.remote(Controller)
         .options(
-            name=controller_name(wanted["arguments"][0]),
+            name=rpc.controller_name(wanted["arguments"][0]),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
 from trimtab.runtime.procs.processes import boot_id, born, pid_namespace
 
@@ -26,8 +27,7 @@ LEASE_S = 60.0  # default
 SILENT_FRACTION = 6  # silence of lease_s / 6 triggers a check of the process
 
 
-@dataclass(frozen=True)
-class ClientProcess:
+class ClientProcess(Frozen):
     """Identity of a client process, unique across machines."""
 
     node: str  # Ray node id
@@ -126,8 +126,7 @@ Bundle = Mapping[str, float]
 RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 
 
-@dataclass(frozen=True)
-class ClientNotice:
+class ClientNotice(Frozen):
     """Published facts about an object that a client runs."""
 
     kind: str

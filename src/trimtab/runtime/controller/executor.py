@@ -16,26 +16,16 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.pool import events
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import AwaitedEnd, AwaitedKey, key_of
 from trimtab.model.pool import ENDED
-from trimtab.runtime.controller.rpc import (
-    EntryOutcome,
-    ParkError,
-    TaskPayload,
-    TaskStartError,
-    TaskWorker,
-    WorkerDiedError,
-    WorkerStopResult,
-    read_payload,
-    saved_state_name,
-)
+from trimtab.runtime.controller import rpc
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.store.blobs import BlobStore, file_name, pack, read_state_name
 from trimtab.runtime.workers.environments import RuntimeEnvironments
@@ -78,7 +68,7 @@ class InstructionExecutor:
         self._workers = workers
         self._blobs = blobs
         self.states = SavedStates(context, workers, blobs, self._spawn, workers_save=workers_save)
-        self.running: dict[str, list[TaskWorker]] = {}  # by task: workers that were started and not stopped
+        self.running: dict[str, list[rpc.TaskWorker]] = {}  # by task: workers that were started and not stopped
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
         self._outcomes: dict[str, asyncio.Task[None]] = {}
@@ -86,7 +76,7 @@ class InstructionExecutor:
         self._creating: dict[str, asyncio.Task[None]] = {}
         self._removing: set[str] = set()
         self._pools: dict[str, str] = {}  # of groups
-        self._new_payloads: dict[str, TaskPayload] = {}  # of new tasks, so that the file is not read again
+        self._new_payloads: dict[str, rpc.TaskPayload] = {}  # of new tasks, so that the file is not read again
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_progress: dict[AwaitedKey, asyncio.Task[None]] = {}
         self._with_outcome: set[tuple[str, int]] = set()  # task and attempt of running tasks that have an entry method
@@ -136,7 +126,7 @@ class InstructionExecutor:
                 else:
                     self.watch_outcome(instruction.task, instruction.attempt)
             elif isinstance(instruction, events.StartTask):
-                self._report_start_failed(instruction, TaskStartError("its start was lost", fatal=False))
+                self._report_start_failed(instruction, rpc.TaskStartError("its start was lost", fatal=False))
             else:
                 self._context.feed(
                     events.TaskDied(instruction.task, instruction.attempt, "its process is not known any more")
@@ -148,19 +138,19 @@ class InstructionExecutor:
             self._removing.discard(instruction.group)
         self.begin(instruction)
 
-    def _is_watched(self, task: str, members: Sequence[TaskWorker]) -> bool:
+    def _is_watched(self, task: str, members: Sequence[rpc.TaskWorker]) -> bool:
         outcome = self._outcomes.get(task)
         has_none = (task, members[0].attempt) not in self._with_outcome
         return self._is_complete(task, members) and (has_none or (outcome is not None and not outcome.done()))
 
-    def _is_complete(self, task: str, members: Sequence[TaskWorker]) -> bool:
+    def _is_complete(self, task: str, members: Sequence[rpc.TaskWorker]) -> bool:
         record = self._context.machine.tasks.get(task)
         return record is not None and len(members) == record.spec.processes
 
-    def submitted(self, task: str, payload: TaskPayload) -> None:
+    def submitted(self, task: str, payload: rpc.TaskPayload) -> None:
         self._new_payloads[task] = payload
 
-    def attach(self, task: str, members: Sequence[TaskWorker]) -> None:
+    def attach(self, task: str, members: Sequence[rpc.TaskWorker]) -> None:
         """Adopt workers that were running before the controller restarted."""
         self.running[task] = sorted(members, key=lambda member: member.rank)
 
@@ -173,11 +163,11 @@ class InstructionExecutor:
                 ("Outcome", task, attempt), self._await_outcomes(task, attempt, list(self.running[task]))
             )
 
-    def resume(self, instruction: events.StartTask, members: Sequence[TaskWorker]) -> None:
+    def resume(self, instruction: events.StartTask, members: Sequence[rpc.TaskWorker]) -> None:
         """Continue a start of before a controller restart: all its workers exist."""
         self._starting[instruction.task] = self._spawn(key_of(instruction), self._resume(instruction, members))
 
-    def on_death(self, member: TaskWorker, why: str) -> None:
+    def on_death(self, member: rpc.TaskWorker, why: str) -> None:
         """A worker died without being stopped."""
         key = (member.task, member.attempt)
         if member.task in self._stopping:
@@ -277,21 +267,21 @@ class InstructionExecutor:
         except asyncio.CancelledError:  # it is being stopped, or the controller is
             self._died_starting.pop(key, None)
             raise
-        except TaskStartError as fault:
+        except rpc.TaskStartError as fault:
             if fault.trace:
-                await self._store_result(start.task, {0: EntryOutcome(error=fault.why, trace=fault.trace)})
+                await self._store_result(start.task, {0: rpc.EntryOutcome(error=fault.why, trace=fault.trace)})
             self._report_start_failed(start, fault)
         except asyncio.TimeoutError:
             self._report_start_failed(
-                start, TaskStartError("it was not constructed in time", fatal=False, timed_out=True)
+                start, rpc.TaskStartError("it was not constructed in time", fatal=False, timed_out=True)
             )
         except Exception as fault:
             log.exception("task %s could not be started", start.task)
-            self._report_start_failed(start, TaskStartError(describe(fault), fatal=False))
+            self._report_start_failed(start, rpc.TaskStartError(describe(fault), fatal=False))
         else:
             self._report_started(start, members, how)
 
-    async def _resume(self, start: events.StartTask, members: Sequence[TaskWorker]) -> None:
+    async def _resume(self, start: events.StartTask, members: Sequence[rpc.TaskWorker]) -> None:
         limit_s = max(1.0, start.deadline - self._context.now())
         self.attach(start.task, members)  # so that a stop finds them
         try:
@@ -310,7 +300,7 @@ class InstructionExecutor:
         self._died_starting.pop((start.task, start.attempt), None)
         await self._start(start)
 
-    def _report_started(self, start: events.StartTask, members: Sequence[TaskWorker], how: str) -> None:
+    def _report_started(self, start: events.StartTask, members: Sequence[rpc.TaskWorker], how: str) -> None:
         key = (start.task, start.attempt)
         self._starting.pop(start.task, None)
         self.attach(start.task, members)
@@ -320,7 +310,7 @@ class InstructionExecutor:
         if key in self._died_starting:
             self._context.feed(events.TaskDied(*key, self._died_starting.pop(key)))
 
-    def _report_start_failed(self, start: events.StartTask, fault: TaskStartError) -> None:
+    def _report_start_failed(self, start: events.StartTask, fault: rpc.TaskStartError) -> None:
         self._starting.pop(start.task, None)
         self._died_starting.pop((start.task, start.attempt), None)
         why, record = fault.why, self._context.machine.tasks.get(start.task)
@@ -328,12 +318,12 @@ class InstructionExecutor:
             why = f"it was not constructed within {record.spec.start_timeout_s:g} s"
         self._context.feed(events.TaskStartFailed(start.task, start.attempt, why, fault.fatal, fault.timed_out))
 
-    async def _start_workers(self, start: events.StartTask) -> tuple[list[TaskWorker], str]:
+    async def _start_workers(self, start: events.StartTask) -> tuple[list[rpc.TaskWorker], str]:
         record = self._context.machine.tasks[start.task]
         pool = self._context.machine.pools[record.spec.pool].spec
         payload = self._new_payloads.get(start.task) or await asyncio.to_thread(self._payload, start.task, pool.name)
         if payload is None:
-            raise TaskStartError("the file with its class is gone from the journal's directory", fatal=True)
+            raise rpc.TaskStartError("the file with its class is gone from the journal's directory", fatal=True)
         processes = record.spec.processes
         state = await self.states.load(start, processes) if start.restore else None
         limit_s = max(0.0, start.deadline - self._context.now())
@@ -355,16 +345,16 @@ class InstructionExecutor:
         )
         return await asyncio.wait_for(starting, limit_s + SLACK_S)
 
-    def _payload(self, task: str, pool: str) -> TaskPayload | None:
+    def _payload(self, task: str, pool: str) -> rpc.TaskPayload | None:
         data = self._blobs.get("payloads", task)
-        return None if data is None else read_payload(data, self._blobs.get("handlers", pool))
+        return None if data is None else rpc.read_payload(data, self._blobs.get("handlers", pool))
 
     # ---- outcomes -------------------------------------------------------------------------------------------
 
-    async def _await_outcomes(self, task: str, attempt: int, members: Sequence[TaskWorker]) -> None:
+    async def _await_outcomes(self, task: str, attempt: int, members: Sequence[rpc.TaskWorker]) -> None:
         """Wait for all entry methods. The first error ends the wait: other workers may wait for the one that raised."""
         waits = {asyncio.ensure_future(self._outcome(member)): member for member in members}
-        outcomes: dict[int, EntryOutcome] = {}
+        outcomes: dict[int, rpc.EntryOutcome] = {}
         try:
             pending = set(waits)
             while pending:
@@ -387,7 +377,7 @@ class InstructionExecutor:
         )
         self._context.feed(events.TaskEnded(task, attempt, error))
 
-    async def _store_result(self, task: str, outcomes: dict[int, EntryOutcome]) -> str | None:
+    async def _store_result(self, task: str, outcomes: dict[int, rpc.EntryOutcome]) -> str | None:
         """Store the result; returns why it could not be stored."""
         ends = [outcomes[rank] for rank in sorted(outcomes)]
         header = {"errors": [end.error for end in ends], "traces": [end.trace for end in ends]}
@@ -407,11 +397,11 @@ class InstructionExecutor:
                     return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
             await asyncio.sleep(wait_s)
 
-    async def _outcome(self, member: TaskWorker) -> EntryOutcome | None:
+    async def _outcome(self, member: rpc.TaskWorker) -> rpc.EntryOutcome | None:
         """Outcome of the entry method; None if the process died, which is reported."""
         try:
             return await self._workers.outcome(member)
-        except WorkerDiedError as fault:
+        except rpc.WorkerDiedError as fault:
             why = str(fault)
         except Exception as fault:
             log.exception("the outcome of %s could not be read", member.task)
@@ -439,7 +429,7 @@ class InstructionExecutor:
         notes += [outcome.note for outcome in outcomes if outcome.note]
         self._context.feed(events.TaskStopped(stop.task, stop.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
 
-    async def _stop_member(self, member: TaskWorker, stop: events.StopTask) -> WorkerStopResult:
+    async def _stop_member(self, member: rpc.TaskWorker, stop: events.StopTask) -> rpc.WorkerStopResult:
         path = self.states.shared_path(member) if stop.checkpoint_timeout_s else None
         limit_s = stop.cancel_grace_s + stop.checkpoint_timeout_s + STOP_SLACK_S
         cancel_grace_s, checkpoint_timeout_s, tries = stop.cancel_grace_s, stop.checkpoint_timeout_s, 0
@@ -450,7 +440,7 @@ class InstructionExecutor:
                 )
             except Exception as fault:
                 if not self._context.alive(member.node):
-                    return WorkerStopResult("not called", note="its node is gone")
+                    return rpc.WorkerStopResult("not called", note="its node is gone")
                 log.warning("a process of %s could not be stopped: %s; retrying", member.task, describe(fault))
             # Its slot is not reused before the process is certain to be gone.
             cancel_grace_s = checkpoint_timeout_s = 0.0
@@ -466,7 +456,7 @@ class InstructionExecutor:
         members = list(self.running.get(instruction.task, ()))
         try:
             await asyncio.wait_for(asyncio.gather(*(action(member, limit_s) for member in members)), limit_s + SLACK_S)
-        except ParkError as fault:
+        except rpc.ParkError as fault:
             self._context.feed(events.TaskDied(instruction.task, instruction.attempt, str(fault)))
         except Exception as fault:
             self._context.feed(events.TaskDied(instruction.task, instruction.attempt, describe(fault)))
@@ -479,8 +469,7 @@ class InstructionExecutor:
 READ_S = 60.0  # to read a state from its node
 
 
-@dataclass(frozen=True)
-class SavedMemberState:
+class SavedMemberState(Frozen):
     """The state that a worker saved, and the node that keeps it until it is on the controller's disk."""
 
     node: str
@@ -516,25 +505,25 @@ class SavedStates:
             return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
         paths = await asyncio.to_thread(self._blobs.latest_state, start.task, processes)
         if paths is None:
-            raise TaskStartError("the state it saved is gone", fatal=True)
+            raise rpc.TaskStartError("the state it saved is gone", fatal=True)
         if self._workers_save:
             return {rank: str(path) for rank, path in enumerate(paths)}
         return dict(enumerate(await asyncio.gather(*(asyncio.to_thread(path.read_bytes) for path in paths))))
 
-    def shared_path(self, member: TaskWorker) -> str | None:
+    def shared_path(self, member: rpc.TaskWorker) -> str | None:
         """Where a worker writes its state itself; None if it must be sent to the controller."""
         path = self._blobs.state_path(member.task, member.attempt, member.rank)
         return str(path) if self._workers_save else None
 
     async def store(
-        self, stop: events.StopTask, members: Sequence[TaskWorker], outcomes: Sequence[WorkerStopResult]
+        self, stop: events.StopTask, members: Sequence[rpc.TaskWorker], outcomes: Sequence[rpc.WorkerStopResult]
     ) -> tuple[bool, list[str]]:
         """Store what the workers of a stopped task saved; whether all of it is saved, and notes."""
         record = self._context.machine.tasks.get(stop.task)
         if not stop.checkpoint_timeout_s or record is None:
             return False, []
         states = {
-            member.rank: SavedMemberState(member.node, saved_state_name(member), outcome.state)
+            member.rank: SavedMemberState(member.node, rpc.saved_state_name(member), outcome.state)
             for member, outcome in zip(members, outcomes, strict=True)
             if outcome.saved and outcome.state is not None
         }

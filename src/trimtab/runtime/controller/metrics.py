@@ -14,9 +14,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import ReasonCode, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import PoolEvent, TaskStarted, TaskStopped
@@ -35,8 +36,7 @@ BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 10e3, 20e3, 30e
 _IN_QUEUE = frozenset(state.value for state in IN_QUEUE)
 
 
-@dataclass(frozen=True)
-class MetricSpec:
+class MetricSpec(Frozen):
     """Definition of a metric; the label `controller` is added to all."""
 
     name: str

@@ -13,11 +13,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.nodes import events as events
@@ -47,8 +48,7 @@ TICK_RETRY_S = 1.0  # after an event on which the machine failed
 EXPECTED_DEATHS = (1, 3, 4)  # Ray's death reasons of a node that was ended on purpose: SIGTERM, drained
 
 
-@dataclass(frozen=True)
-class NodeFigures:
+class NodeFigures(Frozen):
     """An alive node: what it has, what of that Ray counts as free, and where its raylet listens."""
 
     node: str
@@ -57,8 +57,7 @@ class NodeFigures:
     raylet: AgentAddress
 
 
-@dataclass(frozen=True)
-class RayNodesView:
+class RayNodesView(Frozen):
     """Ray's nodes at one time."""
 
     nodes: tuple[NodeFigures, ...]
@@ -66,8 +65,7 @@ class RayNodesView:
     draining: Mapping[str, float | None] = field(default_factory=dict)  # by node: deadline in epoch seconds
 
 
-@dataclass(frozen=True)
-class NodeHoldings:
+class NodeHoldings(Frozen):
     """Our placement groups on a node, and what they hold of it."""
 
     groups: tuple[tuple[str, PgState], ...]

@@ -12,20 +12,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
 from trimtab.core.errors import TrimtabError
-from trimtab.machines.pool.events import (
-    CreatePlacementGroup,
-    PlacementGroupLost,
-    RecoveredTask,
-    StartTask,
-    StateRecovered,
-    TaskDied,
-)
+from trimtab.core.frozen import Frozen
+from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.records import PgState, PoolTask
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, TaskSpec, TaskState
@@ -43,8 +36,7 @@ log = logging.getLogger("trimtab.controller")
 ANSWER_S = 60.0
 
 
-@dataclass(frozen=True)
-class Remains:
+class Remains(Frozen):
     """Names of the Ray actors and placement groups that a controller left."""
 
     actors: tuple[str, ...]
@@ -126,8 +118,8 @@ async def recover_without_journal(context: ControllerContext, workers: TaskWorke
             continue
         pools[pool.name] = pool
         nodes = tuple(str(node) for node in group.nodes)
-        found.append(RecoveredTask(spec, attempt, identity.group, nodes, facts["reserved"]))
-    context.feed(StateRecovered(tuple(pools.values()), tuple(found)))
+        found.append(e.RecoveredTask(spec, attempt, identity.group, nodes, facts["reserved"]))
+    context.feed(e.StateRecovered(tuple(pools.values()), tuple(found)))
     known = [task.spec.id for task in found if task.spec.id in context.machine.tasks]
     not_adopted = sorted({task for task, _ in by_start} - set(known))
     ended = f"; ended, for they could not be: {', '.join(not_adopted)}" if not_adopted else ""
@@ -144,10 +136,10 @@ async def reconcile(
     before = context.machine.outstanding()
     seen = await asyncio.wait_for(workers.existing(), ANSWER_S)
     groups = await asyncio.wait_for(workers.groups(), ANSWER_S)
-    starts = {(start.task, start.attempt): start for start in before if isinstance(start, StartTask)}
+    starts = {(start.task, start.attempt): start for start in before if isinstance(start, e.StartTask)}
     kept, resumed = _attach_running(context.machine, executor, seen, starts)
     await asyncio.wait_for(workers.sweep(kept), ANSWER_S)
-    creating = {create.group for create in before if isinstance(create, CreatePlacementGroup)}
+    creating = {create.group for create in before if isinstance(create, e.CreatePlacementGroup)}
     unowned = [pg for pg in groups.values() if pg.group not in context.machine.groups or pg.group in creating]
     await _remove(workers, unowned)
     await executor.states.collect()
@@ -165,14 +157,14 @@ def _attach_running(
     machine: PoolMachine,
     executor: InstructionExecutor,
     seen: Sequence[TaskWorker],
-    starts: dict[tuple[str, int], StartTask],
-) -> tuple[list[TaskWorker], set[StartTask]]:
+    starts: dict[tuple[str, int], e.StartTask],
+) -> tuple[list[TaskWorker], set[e.StartTask]]:
     """Attach the processes of current attempts; returns them, and the starts that continue."""
     by_start: dict[tuple[str, int], list[TaskWorker]] = {}
     for member in seen:
         by_start.setdefault((member.task, member.attempt), []).append(member)
     kept: list[TaskWorker] = []
-    resumed: set[StartTask] = set()
+    resumed: set[e.StartTask] = set()
     for key, found in by_start.items():
         record = machine.tasks.get(key[0])
         if record is None or record.attempt != key[1] or record.state not in HOLDS_SLOTS:
@@ -201,9 +193,9 @@ def _report_lost_groups(context: ControllerContext, seen: dict[str, FoundPlaceme
             continue
         found = seen.get(group.id)
         if found is None:
-            context.feed(PlacementGroupLost(group.id, "the placement group is gone"))
+            context.feed(e.PlacementGroupLost(group.id, "the placement group is gone"))
         elif not found.intact or found.nodes != group.nodes:
-            context.feed(PlacementGroupLost(group.id, "its bundles are not on their nodes any more"))
+            context.feed(e.PlacementGroupLost(group.id, "its bundles are not on their nodes any more"))
 
 
 def _report_dead_tasks(context: ControllerContext, executor: InstructionExecutor) -> None:
@@ -211,7 +203,7 @@ def _report_dead_tasks(context: ControllerContext, executor: InstructionExecutor
         if record.state in (TaskState.running, TaskState.parked) and not _is_complete(
             record, executor.running.get(record.id, ())
         ):
-            context.feed(TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
+            context.feed(e.TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
 
 
 async def _remove(workers: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:

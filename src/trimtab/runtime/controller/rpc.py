@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from trimtab.core import errors
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import LONGEST_S, Ranges, check_fields
 from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView
@@ -34,8 +35,7 @@ def check_controller_name(name: str) -> None:
 _PICKLES = ("actor", "entry_args", "handlers")  # of a payload
 
 
-@dataclass(frozen=True)
-class TaskPayload:
+class TaskPayload(Frozen):
     """What a task runs: built by the client, stored beside the journal, unpickled only in the worker."""
 
     actor: bytes  # cloudpickle of (class, args, kwargs)
@@ -49,8 +49,7 @@ class TaskPayload:
     runtime_env: str = ""  # of the client and the task, merged; JSON
 
 
-@dataclass(frozen=True)
-class TaskWorker:
+class TaskWorker(Frozen):
     """A running process of a task; plain data."""
 
     task: str
@@ -81,8 +80,7 @@ class TaskWorker:
         return self.node, self.pid, self.born
 
 
-@dataclass(frozen=True)
-class EntryOutcome:
+class EntryOutcome(Frozen):
     """Result of an entry method: a value or an error."""
 
     value: bytes | None = None  # cloudpickle of the return value
@@ -90,8 +88,7 @@ class EntryOutcome:
     trace: str = ""  # traceback, for display
 
 
-@dataclass(frozen=True)
-class WorkerStopResult:
+class WorkerStopResult(Frozen):
     """How a worker stopped; its process is gone."""
 
     cancel: str  # "returned", "raised", "timed out" or "not called"
@@ -157,8 +154,7 @@ Params = ParamSpec("Params")
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class ControllerSettings:
+class ControllerSettings(Frozen):
     """Periods and limits of a controller, given by the client that creates it."""
 
     reconcile_s: float = 30.0  # between two searches for lost instructions
@@ -172,8 +168,7 @@ class ControllerSettings:
         check_fields(self, "the controller's settings")
 
 
-@dataclass(frozen=True)
-class TaskSnapshot:
+class TaskSnapshot(Frozen):
     """The state of a task, as the controller reports it."""
 
     id: str
@@ -190,8 +185,7 @@ class TaskSnapshot:
     result: bytes | None = None  # packed, of an ended task, if it was requested
 
 
-@dataclass(frozen=True)
-class ClientUpdate:
+class ClientUpdate(Frozen):
     """Changes since a client's last poll: all nodes, and its tasks that are in another state."""
 
     version: int  # of the nodes; passed to the next poll

@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.machines.elastic.events import EnterWorld, RunStep
 from trimtab.model.nodes import World
 from trimtab.runtime.elastic.member import MemberFacts, MemberMethods, MemberWorld, PartLostError, StepHalf
@@ -175,8 +176,7 @@ class WorldSetup:
 # ---- running a step --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepOutcome:
+class StepOutcome(Frozen):
     """Outcome of one attempt at a step."""
 
     complete: bool  # the step counts

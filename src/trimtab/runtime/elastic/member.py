@@ -14,16 +14,15 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InputError, nearest
+from trimtab.core.frozen import Frozen
 
 PULL_S = 0.1  # between checks whether to stop waiting for a part
 
 
-@dataclass(frozen=True)
-class MemberWorld:
+class MemberWorld(Frozen):
     """The world as one member sees it: the argument of `enter(world)`."""
 
     rank: int
@@ -37,8 +36,7 @@ class MemberWorld:
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
 
-@dataclass(frozen=True)
-class MemberMethods:
+class MemberMethods(Frozen):
     """Which methods a member class has."""
 
     compute: str  # its name: `compute`, or `step` if it has nothing else
@@ -54,16 +52,14 @@ class MemberMethods:
         return self.state and not self.merge
 
 
-@dataclass(frozen=True)
-class MemberFacts:
+class MemberFacts(Frozen):
     """A member's process and progress."""
 
     pid: int
     committed: int  # the last step that its state includes
 
 
-@dataclass(frozen=True)
-class StepHalf:
+class StepHalf(Frozen):
     """One half of a step in one member."""
 
     seconds: float

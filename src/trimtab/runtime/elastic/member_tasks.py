@@ -15,10 +15,10 @@ import functools
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
 from trimtab.model.pool import ENDED, TaskState
@@ -129,16 +129,14 @@ LET_GO_S = 2.0
 NO_TIMEOUT_S = 1e7  # a member's task waits in its pool; the group decides how long
 
 
-@dataclass(frozen=True)
-class KeptState:
+class KeptState(Frozen):
     """A state kept in this process, since no other member has it: its step, and a reference to it."""
 
     step: int
     state: Any
 
 
-@dataclass(frozen=True)
-class MemberSpec:
+class MemberSpec(Frozen):
     """How members are created."""
 
     kind: type

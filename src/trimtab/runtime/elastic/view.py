@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.machines.elastic.events import WaitForMembers
@@ -18,8 +18,7 @@ from trimtab.model.nodes import ElasticSpec, NodeState, NodeView, World
 STORY_KEPT = 50
 
 
-@dataclass(frozen=True)
-class GroupLogEntry:
+class GroupLogEntry(Frozen):
     """One event of a group.
 
     Kinds: found (a node present at the start), joined, draining, node lost, node left; started, lost, left (of a
@@ -41,8 +40,7 @@ class GroupLogEntry:
         return self.sentence
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(Frozen):
     """A complete step: every member of the world has committed it."""
 
     number: int  # 1, 2, 3 ...

@@ -19,7 +19,6 @@ import math
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -31,6 +30,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.client.connection import ControllerConnection
 from trimtab.runtime.controller.rpc import controllers
 from trimtab.runtime.http.head_limits import limited
@@ -55,16 +55,14 @@ DrainCall = Callable[[str, float | None, str], Mapping[str, Any]]
 """Drains (node, seconds from now or None, cause) and returns what was done; raises a TrimtabError."""
 
 
-@dataclass(frozen=True)
-class WantedNodes:
+class WantedNodes(Frozen):
     """Number of wanted worker nodes (None: unknown), and of nodes by state."""
 
     desired: int | None
     nodes: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class DrainRequestBody:
+class DrainRequestBody(Frozen):
     """A parsed request body."""
 
     deadline_s: float | None

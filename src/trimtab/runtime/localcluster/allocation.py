@@ -199,7 +199,8 @@ def _gpus_for(
             )
         if requested in given:
             raise InfeasibleError(
-                f"GPU {requested} is taken: {_holders_text({requested: given[requested]})}", hint=_free_hint(free)
+                f"GPU {requested} is taken: {_holders_text({requested: given[requested]})}",
+                hint=f"free: {ids_text(tuple(free))}" if free else "`trimtab node remove NODE` frees one",
             )
         free = [requested, *(gpu for gpu in free if gpu != requested)]
     if count == 0:
@@ -257,10 +258,6 @@ def _holders_text(given: Mapping[str, NodeRecord]) -> str:
     """`GPU 0 is head's, GPU 1 is gpu-1's (starting)`."""
     words = {NodePhase.starting: " (starting)", NodePhase.ending: " (ending)"}
     return ", ".join(f"GPU {gpu} is {node.name}'s{words.get(node.phase, '')}" for gpu, node in sorted(given.items()))
-
-
-def _free_hint(free: list[str]) -> str:
-    return f"free: {ids_text(tuple(free))}" if free else "`trimtab node remove NODE` frees one"
 
 
 def _plain_address(address: str) -> str:

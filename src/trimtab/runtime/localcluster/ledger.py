@@ -20,6 +20,7 @@ from pathlib import Path
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.procs.locks import FileLock
 from trimtab.runtime.procs.ports import NodePorts
 from trimtab.runtime.procs.processes import ProcessIdentity, family, pid_namespace
@@ -40,8 +41,7 @@ class NodePhase(str, enum.Enum):
     ended = "ended"  # kept for a while, to show the cause
 
 
-@dataclass(frozen=True)
-class NodeSizes:
+class NodeSizes(Frozen):
     """Resources of each node of a cluster."""
 
     gpus: int = 1
@@ -51,8 +51,7 @@ class NodeSizes:
     units: int = 1  # of the resource `worker_unit`
 
 
-@dataclass(frozen=True)
-class NodeRecord:
+class NodeRecord(Frozen):
     """A node that was started here."""
 
     name: str
@@ -83,8 +82,7 @@ class NodeRecord:
         return self.adder.alive
 
 
-@dataclass(frozen=True)
-class ClusterRecord:
+class ClusterRecord(Frozen):
     """A cluster with nodes on this machine."""
 
     address: str  # host:port of its head, as Ray knows it

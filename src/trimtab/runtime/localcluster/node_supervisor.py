@@ -150,15 +150,11 @@ _SIGTERM = re.compile(r"main\.cc:\d+: (GCS server )?received SIGTERM")
 IP = "TRIMTAB_NODE_IP"
 
 
-def _max_starts() -> int:
-    return max(1, (os.cpu_count() or 2) // 2)
-
-
 class StartPermit:
     """One of the few permits to start a node, as a file lock."""
 
     def __init__(self, directory: Path) -> None:
-        self._locks = [FileLock(directory / f"turn-{number}") for number in range(_max_starts())]
+        self._locks = [FileLock(directory / f"turn-{number}") for number in range(max(1, (os.cpu_count() or 2) // 2))]
 
     def take(self) -> bool:
         """Try to get a permit; returns whether one is held."""

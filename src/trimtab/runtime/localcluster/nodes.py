@@ -105,8 +105,11 @@ def settle(
     """Wait until Ray lists all of them alive; UnreachableError if one ends or the time is up."""
     waiting = {node.mark: node for node in nodes}
     settled = []
-    with contextlib.closing(RayViewProcess(cluster.address)) as watch:
+    with contextlib.ExitStack() as views:
+        watch = views.enter_context(contextlib.closing(RayViewProcess(cluster.address)))
         while waiting:
+            if not watch.is_alive:  # Ray ends a process whose cluster was silent for long
+                watch = views.enter_context(contextlib.closing(RayViewProcess(cluster.address)))
             listed = {node.node_id for node in _seen(watch)}
             now = _by_mark(ledger)
             for mark, requested in list(waiting.items()):

@@ -11,11 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, StageTimes
 from trimtab.runtime.procs.interrupts import reliable_interrupts
@@ -32,8 +33,7 @@ EMULATED_BOTTLENECK_S = 0.1
 START_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True)
-class StageRun:
+class StageRun(Frozen):
     """Planned and measured times of a stage, for one microbatch."""
 
     host: str
@@ -46,8 +46,7 @@ class StageRun:
     blocked_s: float  # in the whole run, waiting for the next stage
 
 
-@dataclass(frozen=True)
-class PipelineRun:
+class PipelineRun(Frozen):
     """A run of a schedule. Times of an emulated run are in planned seconds, whatever the stretch."""
 
     stages: tuple[StageRun, ...]

@@ -12,16 +12,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
+
+from trimtab.core.frozen import Frozen
 
 # Of an emulated transfer, this much may have passed in the call that announced it.
 CALL_GRACE_S = 0.02
 CALL_GRACE_SHARE = 0.2
 
 
-@dataclass(frozen=True)
-class StageSettings:
+class StageSettings(Frozen):
     """Settings of a stage. Seconds are None if time is real, and the planned ones under emulation."""
 
     name: str
@@ -37,8 +37,7 @@ class StageSettings:
     python_path: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(Frozen):
     """Where a stage's time went."""
 
     compute_s: tuple[float, ...]  # of every microbatch, what the blocks really took

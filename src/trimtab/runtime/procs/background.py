@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trimtab.core.frozen import Frozen
+
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 50  # jobs that were given up; the latest are kept
@@ -25,8 +27,7 @@ WorkStatus = Literal["running", "backing off", "failed"]
 OnFailed = Callable[[str, Exception], None]
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
+class RestartPolicy(Frozen):
     """Restart limit: more than `max_failures` within `window_s` and the loop is given up (None: never)."""
 
     max_failures: int | None = 20

@@ -16,12 +16,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.diagnose.snapshot import NonRayGpuUser
 from trimtab.runtime.procs.processes import command, environment, row, table
 
@@ -30,8 +30,7 @@ IDLE_BYTES = 2**30  # more in use on a GPU without a process: its processes are 
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class GpuProcess:
+class GpuProcess(Frozen):
     """A process on a GPU of this machine. In a container the pid may be one of the host."""
 
     gpu: int
@@ -70,8 +69,7 @@ def gpu_processes() -> list[GpuProcess] | None:
 # ---- for nodes of this machine ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LocalGpus:
+class LocalGpus(Frozen):
     """The GPUs that nodes may get, in order."""
 
     ids: tuple[str, ...]
@@ -176,8 +174,7 @@ FILE_VARIABLE = "TRIMTAB_GPU_PROCESSES"
 COMMAND_LENGTH = 60
 
 
-@dataclass(frozen=True)
-class Raylet:
+class Raylet(Frozen):
     """A raylet on this machine, and the GPUs it was given."""
 
     node: str

@@ -12,10 +12,10 @@ import errno
 import os
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.procs.processes import command, table
 
 PORTS_PER_NODE = 8
@@ -25,8 +25,7 @@ LAST_PORT = 65_535
 MAX_NODES = 32
 
 
-@dataclass(frozen=True)
-class NodePorts:
+class NodePorts(Frozen):
     """Ports of a node, in the order of its block."""
 
     node_manager: int

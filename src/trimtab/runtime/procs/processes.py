@@ -15,17 +15,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from trimtab.core.frozen import Frozen
 
 MARK = "TRIMTAB_NODE"  # in the environment of every process of a node; the value identifies the node
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class ProcessIdentity:
+class ProcessIdentity(Frozen):
     """A process: pid and start time (seconds since boot)."""
 
     pid: int

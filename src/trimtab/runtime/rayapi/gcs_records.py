@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import GRAIN, NOTHING, Resources, total
 from trimtab.machines.diagnose.snapshot import (
     AbandonedWorkload,
@@ -57,8 +58,7 @@ def _resources(plain: Mapping[str, float]) -> Resources:
     return Resources(tuple((name, value) for name, value in units if value > 0))
 
 
-@dataclass(frozen=True)
-class ResourceNeeds:
+class ResourceNeeds(Frozen):
     """Requested resources: of nodes, or of a placement group."""
 
     amounts: Resources
@@ -290,8 +290,7 @@ def _actor_waiting(actor: Any, began: float | None) -> PendingWorkload:
     )
 
 
-@dataclass(frozen=True)
-class DemandShape:
+class DemandShape(Frozen):
     """Resources and labels of pending requests, which Ray counts by shape."""
 
     needs: ResourceNeeds
@@ -312,8 +311,7 @@ def requests_by_shape(demands: Iterable[Any]) -> Counter[DemandShape]:
     return shapes
 
 
-@dataclass(frozen=True)
-class RayTaskRecord:
+class RayTaskRecord(Frozen):
     """Ray's record of a task attempt."""
 
     id: str

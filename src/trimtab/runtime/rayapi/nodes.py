@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.pool import Labels
 
 HEAD = "node:__internal_head__"  # resource that marks the head node
 _KIND, _KIND_LABEL = "accelerator_type:", "ray.io/accelerator-type"
 
 
-@dataclass(frozen=True)
-class RayHolder:
+class RayHolder(Frozen):
     """An actor or a placement group that holds resources of a node."""
 
     kind: str
@@ -22,8 +22,7 @@ class RayHolder:
     pid: int | None = None
 
 
-@dataclass(frozen=True)
-class RayNode:
+class RayNode(Frozen):
     """A node. Resources have Ray's names; `free` and what follows are filled in by `RayView` only."""
 
     node_id: str

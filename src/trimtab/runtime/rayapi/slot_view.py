@@ -10,14 +10,13 @@ that is bound to a task, before any user object is unpickled.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.workers.environments import MARK
 
 
-@dataclass(frozen=True)
-class BundleSlot:
+class BundleSlot(Frozen):
     """A worker's bundle, by Ray's names."""
 
     group: str  # Ray placement group id, in hex

@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End, RolloutRules
 from trimtab.runtime.engines.engine import (
@@ -49,8 +50,7 @@ class WeightsChangedError(EngineError):
     """The version of the weights that made some tokens is unknown."""
 
 
-@dataclass(frozen=True)
-class PiecePlan:
+class PiecePlan(Frozen):
     """How one attempt asks its engine."""
 
     piece: int | None  # tokens of a delta (`GenerateRequest.piece`)
@@ -94,8 +94,7 @@ class PiecePlanner:
         return PiecePlan(None, every, -(-every * self._phase // PHASES))
 
 
-@dataclass(frozen=True)
-class StopMatch:
+class StopMatch(Frozen):
     """A stop string across the interruption: its begin in the text before, its end in the text after."""
 
     word: str

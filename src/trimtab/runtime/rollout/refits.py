@@ -13,10 +13,10 @@ on. A refit that failed on all of them says how the pool is brought back: `pool.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from types import TracebackType
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
@@ -24,8 +24,7 @@ from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.worker_actions import WorkerActions, forget_prefixes, resume_after_update, said
 
 
-@dataclass(frozen=True)
-class RefitEngine:
+class RefitEngine(Frozen):
     """An engine in a refit, with ranks offset .. offset + size - 1 of the collective."""
 
     worker: str

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgspec
 
 from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.core.frozen import Frozen
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
 from trimtab.runtime.engines.engine import ForwardRequest
@@ -41,8 +42,7 @@ BYTES_PER_TOKEN = 4  # of a forwarded body
 MAX_PROMPT_TOKENS = 32_768  # as which a forwarded body counts at most: images are many bytes, and few tokens
 
 
-@dataclass(frozen=True)
-class RequestOptions:
+class RequestOptions(Frozen):
     """How a request is scheduled, as in `RequestSpec`."""
 
     class_: str = DEFAULT_CLASS

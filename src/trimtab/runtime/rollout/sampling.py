@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, RequestSpec, Span
 from trimtab.runtime.engines.engine import (
@@ -32,8 +33,7 @@ WITHOUT_STATE = frozenset({"ignore_eos", "min_p", "logit_bias", "skip_special_to
 """Fields of `extra` whose effect on a token does not depend on the tokens before it."""
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Frozen):
     """Sampling parameters."""
 
     max_tokens: int = 1024
@@ -94,8 +94,7 @@ class SamplingParams:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(Frozen):
     """One answer. `ok`: it ended with a stop or at max_tokens; otherwise `reason` says why not."""
 
     request: str
@@ -120,8 +119,7 @@ class Sample:
         return self.end in (End.stop, End.length)
 
 
-@dataclass(frozen=True)
-class Completion:
+class Completion(Frozen):
     """All samples of one prompt."""
 
     samples: tuple[Sample, ...]
@@ -131,8 +129,7 @@ class Completion:
         return all(sample.ok for sample in self.samples)
 
 
-@dataclass(frozen=True)
-class ForwardedAnswer:
+class ForwardedAnswer(Frozen):
     """An engine's own reply to a request that was sent to it as it is."""
 
     request: str
@@ -153,8 +150,7 @@ class ForwardedAnswer:
         raise wrong(sample.reason.sentence)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(Frozen):
     """What a sample gained since its previous chunk."""
 
     index: int  # 0 .. n - 1

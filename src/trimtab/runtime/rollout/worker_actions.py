@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InfeasibleError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import WorkerVerb
@@ -236,8 +236,7 @@ async def resume_after_update(handle: WorkerHandle) -> None:
         handle.resume_after_refit = False
 
 
-@dataclass(frozen=True)
-class SleepResult:
+class SleepResult(Frozen):
     """Effect of a sleep on GPU memory."""
 
     before: int | None

@@ -24,13 +24,13 @@ import os
 import re
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.nodes import events as node_events
 from trimtab.machines.pool import events as pool_events
 from trimtab.machines.pool.machine import PoolMachine
@@ -59,8 +59,7 @@ class DamagedError(InputError):
     """A journal that cannot be read: lines, a segment or a snapshot are damaged or missing."""
 
 
-@dataclass(frozen=True)
-class JournalContents:
+class JournalContents(Frozen):
     """Contents of a journal: a snapshot, if there is one, and the events after it."""
 
     snapshot: dict[str, Any] | None

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
@@ -25,8 +25,7 @@ _REMOVE_WAIT_S = 30.0
 _READ_WAIT_S = 60.0  # for a process that reads a bundle's GPU ids after a recovery
 
 
-@dataclass(frozen=True)
-class FoundPlacementGroup:
+class FoundPlacementGroup(Frozen):
     """An existing placement group; `intact`: every bundle is on an alive node."""
 
     group: str

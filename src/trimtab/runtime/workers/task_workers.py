@@ -19,19 +19,7 @@ from trimtab.core.errors import UnreachableError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CreatePlacementGroup
 from trimtab.model.pool import BundlePlacement
-from trimtab.runtime.controller.rpc import (
-    ControllerSettings,
-    EntryOutcome,
-    ParkError,
-    ProcessKey,
-    TaskPayload,
-    TaskStartError,
-    TaskWorker,
-    WorkerDiedError,
-    WorkerStopResult,
-    check_controller_name,
-    saved_state_name,
-)
+from trimtab.runtime.controller import rpc
 from trimtab.runtime.procs.background import Background, first_line
 from trimtab.runtime.rayapi.connect import NAMESPACE
 from trimtab.runtime.rayapi.nodes import live_nodes
@@ -58,11 +46,11 @@ class TaskWorkerManager:
         self,
         controller: str,
         state_dir: str | None,
-        on_death: Callable[[TaskWorker, str], None],
+        on_death: Callable[[rpc.TaskWorker, str], None],
         background: Background | None = None,
-        worker_start_s: float = ControllerSettings.worker_start_s,
+        worker_start_s: float = rpc.ControllerSettings.worker_start_s,
     ) -> None:
-        check_controller_name(controller)
+        rpc.check_controller_name(controller)
         self.state_dir = state_dir
         self._controller = controller
         self._on_death = on_death
@@ -71,10 +59,10 @@ class TaskWorkerManager:
         self._warm_pool = WarmPool(controller, self.agents, self.background, worker_start_s)
         self._placement_groups = PlacementGroups(controller, self.agents.all_gpus)
         self._lost: set[str] = set()  # lost nodes, though Ray may still list them
-        self._live: dict[ProcessKey, TaskWorker] = {}  # bound to a task; not dead, not being stopped
-        self._settled: set[ProcessKey] = set()  # of those: completely started, so that a death is reported
-        self._handles: dict[ProcessKey, Any] = {}  # of worker processes
-        self._entries: dict[ProcessKey, Any] = {}  # Ray references of entry results of worker processes
+        self._live: dict[rpc.ProcessKey, rpc.TaskWorker] = {}  # bound to a task; not dead, not being stopped
+        self._settled: set[rpc.ProcessKey] = set()  # of those: completely started, so that a death is reported
+        self._handles: dict[rpc.ProcessKey, Any] = {}  # of worker processes
+        self._entries: dict[rpc.ProcessKey, Any] = {}  # Ray references of entry results of worker processes
 
     # ---- nodes and warm workers
 
@@ -139,21 +127,21 @@ class TaskWorkerManager:
         pool: str,
         places: Sequence[BundlePlacement],
         bundles: Sequence[Resources],
-        payload: TaskPayload,
+        payload: rpc.TaskPayload,
         state: Mapping[int, bytes | str] | None,
         timeout_s: float,
         *,
         preload: tuple[str, ...] = (),
         facts: str = "",
         wide: bool = False,
-    ) -> tuple[list[TaskWorker], str]:
+    ) -> tuple[list[rpc.TaskWorker], str]:
         """Start a worker in each place, and begin the entry once all are constructed; returns them and how.
 
         `wide`: the group has several bundles, any of which may hold actors that the workers create.
         TaskStartError on failure.
         """
         deadline = time.monotonic() + timeout_s
-        taken: list[TaskWorker] = []
+        taken: list[rpc.TaskWorker] = []
         specs = [
             WorkerStartSpec(
                 WorkerIdentity(task, attempt, rank, len(places), pool, places[rank].group, facts, wide),
@@ -181,19 +169,19 @@ class TaskWorkerManager:
             await self._begin(members, payload)
             for member in members:
                 if member.key not in self._live:
-                    raise TaskStartError(f"process {member.pid} died while the others were starting", fatal=False)
+                    raise rpc.TaskStartError(f"process {member.pid} died while the others were starting", fatal=False)
         except BaseException as fault:
             await asyncio.shield(self._end(taken))
             if isinstance(fault, asyncio.TimeoutError):
                 late = f"it was not constructed within {timeout_s:.3g} s"
-                raise TaskStartError(late, fatal=False, timed_out=True) from None
+                raise rpc.TaskStartError(late, fatal=False, timed_out=True) from None
             if isinstance(fault, (UnreachableError, PlacementGroupError, WorkerSetupError)):
-                raise TaskStartError(str(fault), fatal=isinstance(fault, WorkerSetupError)) from None
+                raise rpc.TaskStartError(str(fault), fatal=isinstance(fault, WorkerSetupError)) from None
             raise
         self._settled.update(member.key for member in members)
         return members, "; ".join(sorted(set(hows)))
 
-    async def ready(self, member: TaskWorker, timeout_s: float) -> bool:
+    async def ready(self, member: rpc.TaskWorker, timeout_s: float) -> bool:
         """Wait until an adopted worker is constructed; false on failure, death or timeout."""
         with contextlib.suppress(UnreachableError):
             request = self.agents.request(
@@ -202,7 +190,7 @@ class TaskWorkerManager:
             return bool(await request)
         return False
 
-    async def outcome(self, member: TaskWorker) -> EntryOutcome:
+    async def outcome(self, member: rpc.TaskWorker) -> rpc.EntryOutcome:
         """Wait for the result of the entry method; WorkerDiedError if the process is gone."""
         from ray.exceptions import RayError
 
@@ -212,29 +200,29 @@ class TaskWorkerManager:
                 if entry is None:  # after a recovery
                     handle = await asyncio.to_thread(self.handle, member)
                     entry = self._entries[member.key] = handle.run_entry.options(name=f"{member.task}.entry").remote()
-                return EntryOutcome(*await entry)
+                return rpc.EntryOutcome(*await entry)
             await self._begin_entry(member)
             found = await self.agents.request(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
         except (RayError, UnreachableError, ValueError) as fault:
-            raise WorkerDiedError(f"process {member.pid} of {member.task} is gone: {first_line(fault)}") from None
+            raise rpc.WorkerDiedError(f"process {member.pid} of {member.task} is gone: {first_line(fault)}") from None
         if found is None:
-            raise WorkerDiedError(f"process {member.pid} of {member.task} is gone")
-        return EntryOutcome(*found)
+            raise rpc.WorkerDiedError(f"process {member.pid} of {member.task} is gone")
+        return rpc.EntryOutcome(*found)
 
     async def stop(
         self,
-        member: TaskWorker,
+        member: rpc.TaskWorker,
         cancel_grace_s: float,
         notice: bool,
         checkpoint_timeout_s: float,
         state_path: str | None,
-    ) -> WorkerStopResult:
+    ) -> rpc.WorkerStopResult:
         """Cancel, save and end a worker. On return the process is gone, whatever happened.
 
         UnreachableError only if its node is present but its agent does not answer.
         """
         self._forget(member.key)
-        keep_as = saved_state_name(member)
+        keep_as = rpc.saved_state_name(member)
         try:
             answer = await self.agents.request(
                 member.node, "stop", member.pid, member.born,
@@ -243,14 +231,14 @@ class TaskWorkerManager:
             )  # fmt: skip
         except UnreachableError as fault:
             if member.node not in self.agents.nodes:
-                return WorkerStopResult("not called", note=fault.what)
+                return rpc.WorkerStopResult("not called", note=fault.what)
             await self.agents.renew(member.node)  # it hangs
             answer = await self.agents.request(
                 member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
             )
-            return replace(WorkerStopResult(*answer), note=fault.what)
+            return replace(rpc.WorkerStopResult(*answer), note=fault.what)
         await self._end_elsewhere([member])
-        return WorkerStopResult(*answer)
+        return rpc.WorkerStopResult(*answer)
 
     async def saved_states(self) -> dict[str, str]:
         """Saved states that no controller has acknowledged: by name, the node that keeps it."""
@@ -269,15 +257,15 @@ class TaskWorkerManager:
         with contextlib.suppress(UnreachableError):
             await self.agents.request(node, "drop", name, timeout_s=_ANSWER_S)
 
-    async def park(self, member: TaskWorker, timeout_s: float) -> None:
+    async def park(self, member: rpc.TaskWorker, timeout_s: float) -> None:
         """Have it release its devices."""
         await self._call_hook(member, "park", timeout_s)
 
-    async def unpark(self, member: TaskWorker, timeout_s: float) -> None:
+    async def unpark(self, member: rpc.TaskWorker, timeout_s: float) -> None:
         """Have it acquire its devices again."""
         await self._call_hook(member, "unpark", timeout_s)
 
-    async def call_on_control_thread(self, member: TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
+    async def call_on_control_thread(self, member: rpc.TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
         """Call a method on the control thread: (returned|raised|timed out|not called, note)."""
         try:
             word, note = await self.agents.request(
@@ -287,7 +275,7 @@ class TaskWorkerManager:
             return "timed out", fault.what
         return str(word), str(note)
 
-    def handle(self, member: TaskWorker) -> Any:
+    def handle(self, member: rpc.TaskWorker) -> Any:
         """Ray handle of a worker process: `handle.call.remote(method, ...)`. Plain actors are looked up by name."""
         import ray
 
@@ -295,25 +283,25 @@ class TaskWorkerManager:
             self._handles[member.key] = ray.get_actor(member.actor, member.namespace)
         return self._handles[member.key]
 
-    def known_handle(self, member: TaskWorker) -> Any:
+    def known_handle(self, member: rpc.TaskWorker) -> Any:
         return self._handles.get(member.key)
 
     # ---- recovery and shutdown
 
-    async def existing(self) -> list[TaskWorker]:
+    async def existing(self) -> list[rpc.TaskWorker]:
         return list(await self.identities())
 
-    async def identities(self) -> dict[TaskWorker, WorkerIdentity]:
+    async def identities(self) -> dict[rpc.TaskWorker, WorkerIdentity]:
         """All alive workers, with their identities."""
         await self._join_all()
         found = {}
         for node in self.agents.nodes:
             for record in await self._records(node):
                 if record["kind"] != "creating" and record.get("identity"):
-                    found[TaskWorker.from_record(record)] = WorkerIdentity(**record["identity"])
+                    found[rpc.TaskWorker.from_record(record)] = WorkerIdentity(**record["identity"])
         return found
 
-    async def sweep(self, keep: Collection[TaskWorker]) -> int:
+    async def sweep(self, keep: Collection[rpc.TaskWorker]) -> int:
         """End all workers but those to keep, and watch these; the death of one is reported."""
         await self._join_all()
         keys = {member.key for member in keep} | set(self._live)
@@ -324,8 +312,8 @@ class TaskWorkerManager:
                     ends.append(self._end_created(node, record))
                 elif "pid" in record and "identity" not in record:  # of a trimtab of before
                     ends.append(self._end_process(node, record["pid"], record["born"]))
-                elif record.get("identity") and TaskWorker.from_record(record).key not in keys:
-                    ends.append(self._end([TaskWorker.from_record(record)]))
+                elif record.get("identity") and rpc.TaskWorker.from_record(record).key not in keys:
+                    ends.append(self._end([rpc.TaskWorker.from_record(record)]))
         await asyncio.gather(*ends)
         for member in keep:
             if member.key not in self._live:
@@ -356,13 +344,13 @@ class TaskWorkerManager:
         bundle: Resources,
         kind: WarmWorkerKind,
         capture: bool,
-        taken: list[TaskWorker],
+        taken: list[rpc.TaskWorker],
     ) -> str:
         from ray.exceptions import RayError
 
         identity = spec.identity
         async with self._warm_pool.take(place.node, kind) as (host, ahead):
-            member = TaskWorker(
+            member = rpc.TaskWorker(
                 identity.task, identity.attempt, identity.rank, identity.world, "host", host.actor, NAMESPACE,
                 host.node, host.pid, host.born, spec.mark, identity.wide,
             )  # fmt: skip
@@ -375,12 +363,12 @@ class TaskWorkerManager:
                 bind = host.handle.bind.options(name=f"{identity.task}.start")
                 fault = await bind.remote(replace(spec, devices=devices, slot=slot))
             except RayError as died:
-                raise TaskStartError(
+                raise rpc.TaskStartError(
                     f"its process died while it was constructed: {first_line(died)}", fatal=False
                 ) from None
         if fault is not None:
             why, trace = fault
-            raise TaskStartError(why, fatal=True, trace=trace)
+            raise rpc.TaskStartError(why, fatal=True, trace=trace)
         return "a warm host" if ahead else "a host started for it: none was warm"
 
     async def _create_actor(
@@ -388,9 +376,9 @@ class TaskWorkerManager:
         spec: WorkerStartSpec,
         place: BundlePlacement,
         bundle: Resources,
-        payload: TaskPayload,
+        payload: rpc.TaskPayload,
         deadline: float,
-        taken: list[TaskWorker],
+        taken: list[rpc.TaskWorker],
     ) -> str:
         from ray.exceptions import RayError
 
@@ -424,21 +412,21 @@ class TaskWorkerManager:
                     self._controller, place.node, spec, name, namespace or NAMESPACE, options, left
                 )
             except RayError as died:
-                raise TaskStartError(
+                raise rpc.TaskStartError(
                     f"its process died while it was created: {first_line(died)}", fatal=False
                 ) from None
             finally:
                 await asyncio.shield(self._end_creator(creator, None if facts else identity))
         if facts is None:
             timed_out = not fatal and time.monotonic() >= deadline
-            raise TaskStartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
-        member = TaskWorker.from_record({**facts, "identity": vars(identity)})
+            raise rpc.TaskStartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
+        member = rpc.TaskWorker.from_record({**facts, "identity": vars(identity)})
         taken.append(member)
         self._live[member.key] = member
         await self.agents.watch(member.node, member.pid, member.born)
         return f"a plain Ray actor: {payload.plain}"
 
-    async def _begin(self, members: Sequence[TaskWorker], payload: TaskPayload) -> None:
+    async def _begin(self, members: Sequence[rpc.TaskWorker], payload: rpc.TaskPayload) -> None:
         """Let the entry methods run: all members are constructed."""
         if payload.entry is None:
             return
@@ -449,7 +437,7 @@ class TaskWorkerManager:
             else:
                 await self._begin_entry(member)
 
-    async def _begin_entry(self, member: TaskWorker) -> None:
+    async def _begin_entry(self, member: rpc.TaskWorker) -> None:
         await self.agents.request(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
 
     # ---- ends
@@ -463,20 +451,20 @@ class TaskWorkerManager:
         elif settled:
             self._on_death(member, f"process {pid} on node {node[:12]} died")
 
-    def _forget(self, key: ProcessKey) -> None:
+    def _forget(self, key: rpc.ProcessKey) -> None:
         self.agents.unwatch(*key)
         self._live.pop(key, None)
         self._settled.discard(key)
         self._handles.pop(key, None)
         self._entries.pop(key, None)
 
-    async def _end(self, members: Sequence[TaskWorker]) -> None:
+    async def _end(self, members: Sequence[rpc.TaskWorker]) -> None:
         for member in members:
             self._forget(member.key)
         await asyncio.gather(*(self._end_process(*member.key) for member in members))
         await self._end_elsewhere(members)
 
-    async def _end_elsewhere(self, members: Sequence[TaskWorker]) -> None:
+    async def _end_elsewhere(self, members: Sequence[rpc.TaskWorker]) -> None:
         """End what these workers started in bundles on other nodes."""
 
         async def end(node: str, mark: str) -> None:
@@ -516,12 +504,14 @@ class TaskWorkerManager:
         for record in await self._records(creator.node) if failed else ():
             if record.get("identity") == vars(failed):
                 made = record["kind"] != "creating"
-                await (self._end([TaskWorker.from_record(record)]) if made else self._end_created(creator.node, record))
+                await (
+                    self._end([rpc.TaskWorker.from_record(record)]) if made else self._end_created(creator.node, record)
+                )
 
-    async def _call_hook(self, member: TaskWorker, do: str, timeout_s: float) -> None:
+    async def _call_hook(self, member: rpc.TaskWorker, do: str, timeout_s: float) -> None:
         word, note = await self.call_on_control_thread(member, do, timeout_s)
         if word != "returned":
-            raise ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
+            raise rpc.ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
 
     async def _join_all(self) -> None:
         import ray

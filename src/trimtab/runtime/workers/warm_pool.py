@@ -14,10 +14,10 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rayapi.connect import NAMESPACE
 from trimtab.runtime.workers.environments import WarmWorkerKind
@@ -35,8 +35,7 @@ class WorkerSetupError(Exception):
     """Ray cannot set up a task's runtime environment; a retry would not help."""
 
 
-@dataclass(frozen=True)
-class WarmWorker:
+class WarmWorker(Frozen):
     """A process that is ready to be bound."""
 
     node: str

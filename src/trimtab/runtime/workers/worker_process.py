@@ -30,10 +30,10 @@ import traceback
 import uuid
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.procs.background import Background, RestartPolicy, describe
 from trimtab.runtime.procs.processes import born, pid_namespace
 from trimtab.runtime.rayapi import slot_view
@@ -44,8 +44,7 @@ from trimtab.runtime.workers.environments import MARK, WarmWorkerKind, overridde
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the body
 
 
-@dataclass(frozen=True)
-class WorkerIdentity:
+class WorkerIdentity(Frozen):
     """The task, attempt and rank that a process serves."""
 
     task: str
@@ -58,8 +57,7 @@ class WorkerIdentity:
     wide: bool = False  # the group has more bundles, which may hold actors it creates
 
 
-@dataclass(frozen=True)
-class WorkerStartSpec:
+class WorkerStartSpec(Frozen):
     """What a process needs to become a member of a task."""
 
     identity: WorkerIdentity

@@ -6,9 +6,9 @@ import dataclasses
 import enum
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from trimtab.core.errors import InputError, meant
+from trimtab.core.frozen import Frozen
 from trimtab.model.pool import Aggressiveness, PreemptionPolicy, rules_of
 
 
@@ -48,8 +48,7 @@ _LEVELS = {
 }
 
 
-@dataclass(frozen=True)
-class PreemptionSettings:
+class PreemptionSettings(Frozen):
     """Arguments of `configure_preemption`. A threshold that is None follows the aggressiveness."""
 
     enable_same_pool_preemption: bool = True

@@ -12,11 +12,11 @@ more would be generated slower than it is trained on anyway.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from trimtab.core.frozen import Frozen
 
 
-@dataclass(frozen=True)
-class TrainingCycle:
+class TrainingCycle(Frozen):
     """What is known at a weight sync about the cycle that begins."""
 
     required: int  # samples of one collection
@@ -28,8 +28,7 @@ class TrainingCycle:
     switch_s: float  # waking with its weight sync, draining, and sleep
 
 
-@dataclass(frozen=True)
-class Handover:
+class Handover(Frozen):
     """The better of both ways through a cycle."""
 
     samples: int  # buffered when the trainer takes the shared engines' GPUs

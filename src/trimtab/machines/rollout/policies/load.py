@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import COUNT, Range
 from trimtab.core.reasons import Reason
 from trimtab.model.elastic_config import ElasticConfig
 
 
-@dataclass(frozen=True)
-class Taker:
+class Taker(Frozen):
     """A consumer that could use released workers."""
 
     name: str
@@ -30,8 +29,7 @@ class Taker:
             Range(0.0, math.inf).check(f"use_s of taker {self.name}", self.use_s, "takers")
 
 
-@dataclass(frozen=True)
-class SleepCosts:
+class SleepCosts(Frozen):
     """Measured means of releasing a worker and getting it back; None until measured."""
 
     sleep_s: float | None = None
@@ -39,8 +37,7 @@ class SleepCosts:
     drain_s: float | None = None
 
 
-@dataclass(frozen=True)
-class LoadSample:
+class LoadSample(Frozen):
     """The load at one time, in requests, and the workers."""
 
     now: float
@@ -95,8 +92,7 @@ class LoadSample:
         return self.load / (self.serving * self.capacity)
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(Frozen):
     """The wanted worker count, its reason, and its expected effect."""
 
     workers: int  # ACTIVE and STARTING together
@@ -106,8 +102,7 @@ class Decision:
     came_true: bool | None = None  # the same as a flag; None: not known yet
 
 
-@dataclass(frozen=True)
-class LoadSpan:
+class LoadSpan(Frozen):
     """A time span with its load."""
 
     start: float
@@ -116,8 +111,7 @@ class LoadSpan:
     peak: float
 
 
-@dataclass(frozen=True)
-class ExpectedEffect:
+class ExpectedEffect(Frozen):
     """Expected effect of a decision: checked once its workers have come or gone, or at the next step."""
 
     at: float
@@ -126,8 +120,7 @@ class ExpectedEffect:
     step: int  # workers added (negative: removed)
 
 
-@dataclass(frozen=True)
-class PolicyMemory:
+class PolicyMemory(Frozen):
     """Policy memory between evaluations. Plain data: part of snapshots."""
 
     spans: tuple[LoadSpan, ...] = ()  # loads of the last `min_stable_period` and a little more, oldest first
@@ -142,8 +135,7 @@ class PolicyMemory:
     kept: Any = None  # memory of other policies, and of users' policies: plain data
 
 
-@dataclass(frozen=True)
-class PolicyState:
+class PolicyState(Frozen):
     """Settings and memory of a policy."""
 
     config: ElasticConfig

@@ -13,11 +13,12 @@ worker is released on a stale or missing sample.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from statistics import fmean
 from typing import Any
 
 from trimtab.core.codec import decode, encode
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode, counted
 from trimtab.machines.rollout.policies import stream
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
@@ -36,8 +37,7 @@ LONG = 3.0  # ... if it lasts this many times as long as observed steps
 BURSTS, UNLIKE = 4, 2.0  # this many loads, the largest so many times the smallest, with short pauses: a stream too
 
 
-@dataclass(frozen=True)
-class LoadPattern:
+class LoadPattern(Frozen):
     """Observed steps and pauses. Times are those of evaluations; None: never observed."""
 
     load: int = 0  # at the last evaluation
@@ -116,8 +116,7 @@ class LoadPattern:
         return replace(self, idle=tuple((at, max(idle - count, 0)) for at, idle in self.idle))
 
 
-@dataclass(frozen=True)
-class PredictiveMemory:
+class PredictiveMemory(Frozen):
     """What the policy remembers between evaluations."""
 
     pattern: LoadPattern = LoadPattern()

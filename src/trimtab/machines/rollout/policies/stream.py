@@ -10,8 +10,9 @@ What must never happen: a step down that the loads of the last minutes would hav
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.machines.rollout.policies.load import LoadSample
 from trimtab.model.elastic_config import ElasticConfig
 
@@ -24,8 +25,7 @@ RISING_S = 60.0  # window of the upward trend
 QUICK_EVALUATIONS = 3  # evaluations whose mean decides on a step up
 
 
-@dataclass(frozen=True)
-class StreamMemory:
+class StreamMemory(Frozen):
     """Load history of a stream. Plain numbers: part of snapshots."""
 
     loads: tuple[tuple[float, int, int], ...] = ()  # time, unanswered requests, serving workers

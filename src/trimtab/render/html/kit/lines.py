@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.core.frozen import Frozen
 from trimtab.render.html.kit.labels import duration, escape, fit, round_step, share, text_width, ticks
 from trimtab.render.html.kit.svg import px, svg_document, text_at, tooltip
 from trimtab.render.html.kit.timeline import COLOURS
@@ -24,8 +24,7 @@ _NORMAL_SHARE = 0.98
 _ROOM_ABOVE = 1.25
 
 
-@dataclass(frozen=True)
-class ReportCurve:
+class ReportCurve(Frozen):
     """A line through points; `dashed` ones are steps that hold until the next point. Gaps are left open.
 
     `colour` is a component's; None is the text colour.
@@ -38,8 +37,7 @@ class ReportCurve:
     notes: tuple[str, ...] = ()  # per point, for tooltips
 
 
-@dataclass(frozen=True)
-class CurveChart:
+class CurveChart(Frozen):
     """Curves over one axis. `marks` are labelled vertical lines."""
 
     title: str

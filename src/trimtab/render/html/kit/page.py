@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
 
 from trimtab import __version__
+from trimtab.core.frozen import Frozen
 from trimtab.render.html.kit.assets import asset
 from trimtab.render.html.kit.assets import script as script_of
 from trimtab.render.html.kit.labels import escape, escape_block
@@ -58,8 +58,7 @@ def page_head(title: str, script: str = COPY_SCRIPT, style: str = "") -> str:
     )
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(Frozen):
     """A number in the header of a page, with a note below it. Escaped here."""
 
     name: str

@@ -10,9 +10,10 @@ and no name reaches the markup unescaped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan, TimelineBar
 from trimtab.render.html.kit.assets import asset
@@ -22,8 +23,7 @@ from trimtab.render.html.kit.svg import hatch_pattern, px, rect, svg_document, t
 BarLook = Literal["run", "switch", "sync"]
 
 
-@dataclass(frozen=True)
-class ChartBar:
+class ChartBar(Frozen):
     """An activity from `start` to `end` (seconds).
 
     `key` names its owner and selects the colour. `part` is the share of the row's height that it takes (4 of a group's
@@ -39,8 +39,7 @@ class ChartBar:
     busy: float = 1.0
 
 
-@dataclass(frozen=True)
-class ChartRow:
+class ChartRow(Frozen):
     """A row of a chart; it does one thing at a time. `weight` (GPUs, say) makes it a little taller.
 
     `shaded`: time without a bar is idle, and shown as such.
@@ -53,8 +52,7 @@ class ChartRow:
     shaded: bool = True
 
 
-@dataclass(frozen=True)
-class ChartSpan:
+class ChartSpan(Frozen):
     """A named period, bracketed above the rows: an iteration, a cycle."""
 
     start: float
@@ -62,16 +60,14 @@ class ChartSpan:
     label: str = ""
 
 
-@dataclass(frozen=True)
-class ChartMark:
+class ChartMark(Frozen):
     """A named moment: a dashed line through the rows, labelled above them."""
 
     at: float
     label: str
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(Frozen):
     """Rows over `seconds`, on an axis that ends at `axis_seconds` (None: at `seconds`).
 
     `keys` are the names in the order of their colours.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from statistics import fmean, median
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.ledger import UNBOOKED_WARNING, LedgerSummary, ledger_summary
 from trimtab.render.html.kit.labels import counted, duration, ledger_text, share
 from trimtab.render.html.run.story import ReportDecision, ReportIteration, ReportMigration, RunStory, finite
@@ -21,8 +21,7 @@ from trimtab.render.html.run.timeline import RunChart, run_chart
 _TENTH = 10
 
 
-@dataclass(frozen=True)
-class ReportCost:
+class ReportCost(Frozen):
     """A component over the run: medians per iteration, without periodic work, and idle share."""
 
     component: str

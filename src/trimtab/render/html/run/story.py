@@ -19,6 +19,7 @@ from typing import Any
 
 from trimtab.core.codec import decode
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import is_number, is_whole
 from trimtab.core.ranks import rank_range
 from trimtab.model.run import Iteration
@@ -34,8 +35,7 @@ MOVE_INTERRUPTED = "interrupted"  # a move in progress when the run was resumed,
 _MAX_GPUS = 100_000
 
 
-@dataclass(frozen=True)
-class ReportPlan:
+class ReportPlan(Frozen):
     """A plan that ran, and from when. `groups` are components with the GPU slots that they share in turns."""
 
     number: int
@@ -52,8 +52,7 @@ class ReportPlan:
         return next((gpu_slots for names, gpu_slots in self.groups if component in names), ())
 
 
-@dataclass(frozen=True)
-class ReportBar:
+class ReportBar(Frozen):
     """A bar of a component under a plan, on its first `gpus` slots (0: all of its group)."""
 
     component: str
@@ -66,8 +65,7 @@ class ReportBar:
     void: bool = False
 
 
-@dataclass(frozen=True)
-class ReportIteration:
+class ReportIteration(Frozen):
     """A finished iteration. Void ones were run again."""
 
     iteration: Iteration
@@ -113,8 +111,7 @@ class ReportMigration:
         return sum(took for _, _, took in self.stages) + self.rollback_s
 
 
-@dataclass(frozen=True)
-class ReportDecision:
+class ReportDecision(Frozen):
     """A decision to stay, or advice."""
 
     t_s: float
@@ -126,8 +123,7 @@ class ReportDecision:
     plan: str = ""
 
 
-@dataclass(frozen=True)
-class ReportEvent:
+class ReportEvent(Frozen):
     """An event besides the iterations, for the timeline's marks and the list of events.
 
     `lane` is where it is drawn: run, moves, nodes, tasks or workers; without a lane it is only listed. A `strong` event

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.render.html.kit import page
 from trimtab.render.html.kit.assets import asset
 from trimtab.render.html.kit.labels import counted, duration, escape, fit, gpus_words, reason_text, text_width
@@ -36,8 +37,7 @@ _LANE_PX, _GLYPH_PX, _NODE_PX = 20.0, 5.0, 19.0
 _CROWDED_PX = 7.0
 
 
-@dataclass(frozen=True)
-class TimelineTrack:
+class TimelineTrack(Frozen):
     """Rows with the same bars; bars in order, without overlap."""
 
     rows: Rows
@@ -48,8 +48,7 @@ class TimelineTrack:
         return sum(last - first + 1 for _, first, last in self.rows)
 
 
-@dataclass(frozen=True)
-class RunChart:
+class RunChart(Frozen):
     """The chart of a run."""
 
     keys: tuple[str, ...]

@@ -12,10 +12,11 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol, runtime_checkable
 
 from trimtab.core.errors import InfeasibleError, InputError, check_known, meant
+from trimtab.core.frozen import Frozen
 from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.rollout import WorkerSpec, WorkerView
 from trimtab.runtime.engines.engine import Engine
@@ -52,8 +53,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {"vllm": {"VLLM_SERVER_DEV_MODE": "1"}}
 _BRACES = re.compile(r"\{([a-z_]+)\}")  # JSON in an argument has quotes or spaces after its braces
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(Frozen):
     """An engine that serves."""
 
     engine: Engine
@@ -63,8 +63,7 @@ class Started:
     note: str = ""  # warning shown in status
 
 
-@dataclass(frozen=True)
-class EngineProcessState:
+class EngineProcessState(Frozen):
     """State of an engine's process while it starts."""
 
     ended: str = ""  # how, with the end of its log; empty while it runs
@@ -122,8 +121,7 @@ class NoRoomError(InfeasibleError):
     """Nothing was started for lack of resources; the launcher calls `resume` when there are some."""
 
 
-@dataclass(frozen=True)
-class EngineCommand:
+class EngineCommand(Frozen):
     """Command that starts an engine's process.
 
     `kind` is vllm, sglang or llamacpp, or empty: detected. `command` is the command line with {model}, {port} and
