@@ -11,7 +11,7 @@ trap 'kill "$served" 2>/dev/null || true; wait "$served" || true; rm -rf "$TRIMT
 
 active() { trimtab engine list --format json | grep -c '"state": "active"' || true; }
 wait_for() { # at least so many workers are active
-    for _ in $(seq 100); do
+    for _ in $(seq 500); do
         [ "$(active 2>/dev/null)" -ge "$1" ] && return
         kill -0 "$served" || exit 1
         sleep 0.5
