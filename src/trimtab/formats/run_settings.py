@@ -253,8 +253,7 @@ class _Builder:
         value = self.given.get("rollout_gpus")
         if mode in ("sync", "colocate", "colocate-async") and value is None:
             return 0
-        if value is None:
-            value = max(1, gpus // 2)
+        value = max(1, gpus // 2) if value is None else value
         if not 1 <= int(value) < gpus:
             raise InputError(f"--rollout-gpus {value} leaves no GPU for one side of {gpus}", hint="give more --gpus")
         return int(value)
