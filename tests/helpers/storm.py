@@ -18,7 +18,7 @@ from disks import full
 from faults import Faults
 
 # Ray then notices a killed node in a second or two instead of a quarter of a minute.
-# A raylet that is killed refuses three checks within seconds; one that is only slow on a busy machine must not be taken for dead.
+# It refuses three checks; one that is only slow on a busy machine must not be taken for dead.
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "10000",
     "RAY_health_check_period_ms": "500",
