@@ -109,6 +109,10 @@ class Front:
         """Requests on workers."""
         return sum(view.running for view in self.pool.workers())
 
+    def known(self) -> int:
+        """Requests of the pool, on workers or waiting; one that the gateway still reads is not among them."""
+        return sum(self.pool.status()["requests"].values())
+
 
 @asynccontextmanager
 async def front(

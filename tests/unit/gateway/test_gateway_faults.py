@@ -412,7 +412,7 @@ def test_an_abort_of_all_at_the_engine_ends_512_requests_that_run_there_or_wait_
     async def act(scene: Front) -> None:
         await scene.post("/workers", {"url": stub.url}, headers=BEARER)
         asked = [asyncio.create_task(scene.generate(4_000)) for _ in range(512)]
-        await until_async(lambda: len(stub.running) == min(512, running) and scene.gateway.open == 512, 40)
+        await until_async(lambda: len(stub.running) == min(512, running) and scene.known() == 512, 40)
         async with aiohttp.ClientSession() as trainer:
             await trainer.post(stub.url + "/abort_request", json={"abort_all": True})
         ends = {(one.status, one.json["meta_info"]["finish_reason"]["type"]) for one in await asyncio.gather(*asked)}
@@ -433,7 +433,7 @@ def test_an_abort_at_the_gateway_ends_what_runs_and_what_waits() -> None:
 
     async def act(scene: Front) -> None:
         asked = [asyncio.create_task(scene.generate(4_000)) for _ in range(6)]
-        await until_async(lambda: scene.running() == 2 and scene.gateway.open == 6, 40)
+        await until_async(lambda: scene.running() == 2 and scene.known() == 6, 40)
         assert (await scene.post("/abort_request", {"abort_all": True})).status == 401
         assert (await scene.post("/abort_request", {"rid": "x"}, headers=BEARER)).status == 400
         answer = await scene.post("/abort_request", {"abort_all": True}, headers=BEARER)
