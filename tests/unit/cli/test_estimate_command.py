@@ -74,6 +74,15 @@ def test_what_is_not_given_is_chosen_and_told(capsys: pytest.CaptureFixture[str]
     assert any("never compared" in note for note in data["warnings"])
 
 
+def test_an_assumed_prompt_is_not_longer_than_the_config_allows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "verl.yaml"
+    config.write_text(VERL.replace("max_prompt_length: 1024", "max_prompt_length: 64"))
+    _, out, _ = call(capsys, config, "--gpu", "h100", "--format", "json")
+    assert "prompt: 64 tokens" in json.loads(out)["assumed"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

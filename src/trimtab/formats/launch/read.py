@@ -96,9 +96,12 @@ def _rewritten(config: ComposedConfig, launch: Launch, path: Path, words: Sequen
 
     given = {word.lstrip("+").partition("=")[0] for word in words}  # what the script itself does not say
     return rewritten(
-        read_script(path), launch, settings,
-        lambda key, value: key not in given and config.states(key, value), lambda text: evaluated(path, words, text)[0],
-    )  # fmt: skip
+        read_script(path),
+        launch,
+        settings,
+        lambda key, value: key not in given and config.states(key, value),
+        lambda text: evaluated(path, words, text)[0],
+    )
 
 
 def composed(chosen: TrainerLaunch, overrides: Sequence[str], assumptions: Sequence[str] = ()) -> ComposedConfig:

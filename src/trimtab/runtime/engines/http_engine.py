@@ -78,9 +78,14 @@ class EngineHttpClient:
     """Calls and streams of one engine."""
 
     def __init__(
-        self, name: str, url: str, session: aiohttp.ClientSession, deadlines: EngineDeadlines, *,
+        self,
+        name: str,
+        url: str,
+        session: aiohttp.ClientSession,
+        deadlines: EngineDeadlines,
+        *,
         keep_alive: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.url, self.session, self.deadlines = name, url.rstrip("/"), session, deadlines
         # If a server closes idle connections unannounced, the next request looks as if the server were gone.
         self.headers = {} if keep_alive else {"Connection": "close"}

@@ -556,10 +556,15 @@ def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[St
 def _part(piece: StreamDelta, since: int, to: int | None, version: str | None, *, last: bool) -> StreamDelta:
     cut = slice(since, to)
     return StreamDelta(
-        piece.token_ids[cut], None if piece.logprobs is None else piece.logprobs[cut],
-        None if piece.best is None else piece.best[cut], piece.text if last else None, piece.finish if last else None,
-        piece.stopped_by if last else None, version, extra=piece.extra if last else None,
-    )  # fmt: skip
+        piece.token_ids[cut],
+        None if piece.logprobs is None else piece.logprobs[cut],
+        None if piece.best is None else piece.best[cut],
+        piece.text if last else None,
+        piece.finish if last else None,
+        piece.stopped_by if last else None,
+        version,
+        extra=piece.extra if last else None,
+    )
 
 
 def _max_running(info: Mapping[str, Any]) -> int | None:

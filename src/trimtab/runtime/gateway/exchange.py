@@ -50,9 +50,14 @@ class Refusal(Exception):  # noqa: N818 - a response, not a fault
     """An error response."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str,
-        str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
@@ -105,9 +110,15 @@ class HttpExchange:
     """One request; `client_gone`: it has disconnected, `abort_reason`: the response must end early."""
 
     def __init__(
-        self, connection: HttpConnection | None, method: str, path: str, query: str, headers: Headers, chunks: bool,
+        self,
+        connection: HttpConnection | None,
+        method: str,
+        path: str,
+        query: str,
+        headers: Headers,
+        chunks: bool,
         closing: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.method, self.path, self.query, self.headers = method, path, query, headers
         self.body = b""
         self.name = ""  # within the path

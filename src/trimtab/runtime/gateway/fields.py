@@ -374,10 +374,15 @@ def read_terms(headers: Headers, deadline_s: float | None) -> RequestTerms:
     if len(key) > MAX_CHARS:
         raise Refusal(400, f"Idempotency-Key is longer than {MAX_CHARS} characters", param="idempotency-key")
     options = RequestOptions(
-        found.get("class") or DEFAULT_CLASS, found.get("group", ""), found.get("session", ""), _version("version",
-        found), _version("at-least", found), _flag("spans", found, default=True), key, _seconds("deadline-s", found,
-        deadline_s),
-    )  # fmt: skip
+        found.get("class") or DEFAULT_CLASS,
+        found.get("group", ""),
+        found.get("session", ""),
+        _version("version", found),
+        _version("at-least", found),
+        _flag("spans", found, default=True),
+        key,
+        _seconds("deadline-s", found, deadline_s),
+    )
     return RequestTerms(options, _flag("details", found, default=False))
 
 

@@ -120,9 +120,15 @@ class OpenAIReader:
         return OpenAIFormat(call, output_options, self._tokenizer)
 
     async def _read(
-        self, fields: BodyFields, terms: RequestTerms, kinds: ServedKinds, prompts: list[tuple[int, ...] | str],
-        logprobs: int | None, max_tokens: int, known: tuple[str, ...],
-    ) -> tuple[GenerationCall, OpenAIOptions]:  # fmt: skip
+        self,
+        fields: BodyFields,
+        terms: RequestTerms,
+        kinds: ServedKinds,
+        prompts: list[tuple[int, ...] | str],
+        logprobs: int | None,
+        max_tokens: int,
+        known: tuple[str, ...],
+    ) -> tuple[GenerationCall, OpenAIOptions]:
         stream = fields.boolean("stream")
         options = BodyFields(fields.take("stream_options") or {}, within="stream_options")
         usage, running = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
@@ -130,9 +136,14 @@ class OpenAIReader:
             raise options.wrong(name, "there is no such option")
         model, lora = await self._model(fields)
         output_options = OpenAIOptions(
-            known is not COMPLETIONS, model, logprobs, fields.boolean("return_token_ids"),
-            fields.boolean("return_tokens_as_token_ids"), usage, running,
-        )  # fmt: skip
+            known is not COMPLETIONS,
+            model,
+            logprobs,
+            fields.boolean("return_token_ids"),
+            fields.boolean("return_tokens_as_token_ids"),
+            usage,
+            running,
+        )
         if fields.rest.get("best_of") == fields.rest.get("n", 1):
             fields.take("best_of")
         for name in _NO_EFFECT:

@@ -465,9 +465,14 @@ async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> Asyn
 
 
 async def _pump(
-    pool: RolloutPool, call: GenerationCall, place: int,
-    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]], turns: asyncio.Semaphore, *, retry: bool,
-) -> None:  # fmt: skip
+    pool: RolloutPool,
+    call: GenerationCall,
+    place: int,
+    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
+    turns: asyncio.Semaphore,
+    *,
+    retry: bool,
+) -> None:
     """Chunks of one prompt; a full queue refuses the call, or is waited for once the call has begun."""
     try:
         async with turns:

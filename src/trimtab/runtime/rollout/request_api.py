@@ -88,10 +88,16 @@ class RequestApi:
             raise InputError("the rollout pool is not running", hint="async with RolloutPool(...) as pool: ...")
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams = NO_PARAMS, *,
-        groups: Sequence[str] | None = None, sessions: Sequence[str] | None = None, keys: Sequence[str] | None = None,
-        spans: bool = True, **common: Unpack[CallArguments],
-    ) -> list[Completion]:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams = NO_PARAMS,
+        *,
+        groups: Sequence[str] | None = None,
+        sessions: Sequence[str] | None = None,
+        keys: Sequence[str] | None = None,
+        spans: bool = True,
+        **common: Unpack[CallArguments],
+    ) -> list[Completion]:
         """Answers all prompts, in order. Failed samples report it themselves; a full queue is waited for.
 
         `groups` names prompts with a common prefix (default: each prompt its own, shared by its n samples); `sessions`
@@ -195,9 +201,14 @@ class RequestApi:
             )  # fmt: skip
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams = NO_PARAMS, *, restarts: Literal["tell", "hold"] = "tell",
-        spans: bool = True, **given: Unpack[RequestArguments],
-    ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams = NO_PARAMS,
+        *,
+        restarts: Literal["tell", "hold"] = "tell",
+        spans: bool = True,
+        **given: Unpack[RequestArguments],
+    ) -> AsyncGenerator[Chunk, None]:
         """Streams the samples of one prompt. Closing the generator cancels them.
 
         Raises RefusedError or InputError before the first chunk. `restarts="hold"` is for clients that cannot take
@@ -221,9 +232,15 @@ class RequestApi:
                 self.cancel(request.spec.id)
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams = NO_PARAMS, *, samples: Sequence[int] | None = None,
-        spans: bool = True, checked: bool = False, **given: Unpack[RequestArguments],
-    ) -> list[PendingRequest]:  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams = NO_PARAMS,
+        *,
+        samples: Sequence[int] | None = None,
+        spans: bool = True,
+        checked: bool = False,
+        **given: Unpack[RequestArguments],
+    ) -> list[PendingRequest]:
         """Submits without waiting: await `answered` of each sample; `cancel(request.spec.id)` ends it.
 
         Raises RefusedError, with none submitted, if the queue is full. `samples`: only these of the n.
@@ -235,9 +252,13 @@ class RequestApi:
         return self._submit_all(ids, params, which, None, RequestOptions(spans=spans, **given))
 
     def _submit_all(
-        self, prompt: tuple[int, ...], params: SamplingParams, samples: Sequence[int],
-        chunks: asyncio.Queue[Chunk] | None, options: RequestOptions,
-    ) -> list[PendingRequest]:  # fmt: skip
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        samples: Sequence[int],
+        chunks: asyncio.Queue[Chunk] | None,
+        options: RequestOptions,
+    ) -> list[PendingRequest]:
         key = options.key
         if params.n > 1 and not options.group:
             options = replace(options, group=f"p{next(self._numbers)}")
@@ -256,20 +277,35 @@ class RequestApi:
         return pending
 
     def _submit(
-        self, prompt: tuple[int, ...], params: SamplingParams, index: int, chunks: asyncio.Queue[Chunk] | None,
-        options: RequestOptions, forward: ForwardRequest | None = None, prompt_tokens: int = 0,
-    ) -> PendingRequest:  # fmt: skip
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        index: int,
+        chunks: asyncio.Queue[Chunk] | None,
+        options: RequestOptions,
+        forward: ForwardRequest | None = None,
+        prompt_tokens: int = 0,
+    ) -> PendingRequest:
         core, own = self._core, params.sample(index)
         if own.lora is not None and own.lora not in core.adapters:
             near = nearest(own.lora, core.adapters)
             hint = f"did you mean {near}?" if near else "await pool.load_adapter(name, path) adds one"
             raise InputError(f"there is no adapter {own.lora}", hint=hint)
         spec = RequestSpec(
-            f"r{next(self._numbers)}", len(prompt) or prompt_tokens, own.max_tokens, own.min_tokens, options.class_,
-            options.group, options.version, options.at_least, own.may_resume(reads_text=not own.stop or
-            self._have_tokenizers()), options.spans, options.key, None if options.deadline_s is None else core.clock()
-            + options.deadline_s, session=options.session,
-        )  # fmt: skip
+            f"r{next(self._numbers)}",
+            len(prompt) or prompt_tokens,
+            own.max_tokens,
+            own.min_tokens,
+            options.class_,
+            options.group,
+            options.version,
+            options.at_least,
+            own.may_resume(reads_text=not own.stop or self._have_tokenizers()),
+            options.spans,
+            options.key,
+            None if options.deadline_s is None else core.clock() + options.deadline_s,
+            session=options.session,
+        )
         answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         raw = options.raw and not options.key and chunks is None
         pending = core.pending[spec.id] = PendingRequest(
@@ -293,15 +329,31 @@ class RequestApi:
             self._core.handle_event(e.RequestCancelled(request))
 
     async def acquire(
-        self, *, class_: str = DEFAULT_CLASS, group: str = "", prompt_tokens: int = 0, tokens: int = 0,
-        version: int | None = None, at_least: int | None = None, for_s: float = 600.0, wait_s: float = 60.0,
-    ) -> Lease:  # fmt: skip
+        self,
+        *,
+        class_: str = DEFAULT_CLASS,
+        group: str = "",
+        prompt_tokens: int = 0,
+        tokens: int = 0,
+        version: int | None = None,
+        at_least: int | None = None,
+        for_s: float = 600.0,
+        wait_s: float = 60.0,
+    ) -> Lease:
         """Leases an engine to a caller that talks to it directly, for at most `for_s`."""
         self._require_running()
         spec = RequestSpec(
-            f"l{next(self._numbers)}", prompt_tokens, max(1, tokens), class_=class_, group=group, version=version,
-            at_least=at_least, resumable=False, deadline=self._core.clock() + wait_s + for_s, watched=False,
-        )  # fmt: skip
+            f"l{next(self._numbers)}",
+            prompt_tokens,
+            max(1, tokens),
+            class_=class_,
+            group=group,
+            version=version,
+            at_least=at_least,
+            resumable=False,
+            deadline=self._core.clock() + wait_s + for_s,
+            watched=False,
+        )
         return await self._leases.acquire(spec, wait_s)
 
 

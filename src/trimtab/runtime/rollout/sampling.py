@@ -85,13 +85,35 @@ class SamplingParams(Frozen):
         return replace(self, n=1, seed=self.seed + index)
 
     def engine_request(
-        self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int, piece: int | None = 1,
-        cache_key: str = "", *, stops: bool = True, raw: bool = False,
-    ) -> GenerateRequest:  # fmt: skip
+        self,
+        name: str,
+        token_ids: tuple[int, ...],
+        max_tokens: int,
+        min_tokens: int,
+        piece: int | None = 1,
+        cache_key: str = "",
+        *,
+        stops: bool = True,
+        raw: bool = False,
+    ) -> GenerateRequest:
         return GenerateRequest(
-            name, token_ids, max_tokens, min_tokens, self.stop if stops else (), self.stop_ids, self.temperature,
-            self.top_p, self.top_k, self.seed, self.logprobs, self.extra, piece, cache_key, self.lora, raw,
-        )  # fmt: skip
+            name,
+            token_ids,
+            max_tokens,
+            min_tokens,
+            self.stop if stops else (),
+            self.stop_ids,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.seed,
+            self.logprobs,
+            self.extra,
+            piece,
+            cache_key,
+            self.lora,
+            raw,
+        )
 
 
 class Sample(Frozen):
@@ -338,12 +360,23 @@ class PendingRequest:
             with contextlib.suppress(MalformedOutput, TypeError, ValueError, IndexError):
                 self.read()
         sample = Sample(
-            self.spec.id, tuple(self.ids), end, reason,
+            self.spec.id,
+            tuple(self.ids),
+            end,
+            reason,
             tuple(self.logprobs) if self.params.logprobs is not None else None,
-            tuple(self.best) if self.params.logprobs else None, self.text, spans, tuple(self.workers),
-            self.moves, self.restarts, self.stopped_by, self.missing + (0 if raw is None else raw.tokens),
-            self.params.lora, self.extra if self.forward is not None or end in (End.stop, End.length) else {}, raw,
-        )  # fmt: skip
+            tuple(self.best) if self.params.logprobs else None,
+            self.text,
+            spans,
+            tuple(self.workers),
+            self.moves,
+            self.restarts,
+            self.stopped_by,
+            self.missing + (0 if raw is None else raw.tokens),
+            self.params.lora,
+            self.extra if self.forward is not None or end in (End.stop, End.length) else {},
+            raw,
+        )
         self._send_chunk(Chunk(self.index, sample=sample))
         self.answered.set_result(sample)
 
