@@ -6,17 +6,22 @@
 
 Needs torch and transformers in the interpreter that runs it, and vLLM for `decode` and `prefill`; nothing is
 downloaded: weights are random, vLLM makes its own. All predictions are written to OUT/estimate_gpu.json before anything
-is measured. A part that fails or takes longer than --part-s is reported, and the next begins. Not part of `make bench`.
+is measured. Engines start together and are measured one after another. A part that fails or takes longer than --part-s
+is reported, and the next begins. Not part of `make bench`.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +34,8 @@ from trimtab.plan.estimate.training import Trainer, pass_time
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 256,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "vocab_size": 256,
     },
     "0.5b": {
         "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -92,7 +97,9 @@ def measure_train(size: str, batches: list[int], length: int, device: str) -> di
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**config_of(size))).to(device=device, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(**config_of(size)))
     model.gradient_checkpointing_enable()
     model.train()
     found = {}
@@ -107,22 +114,35 @@ def measure_train(size: str, batches: list[int], length: int, device: str) -> di
     return found
 
 
+@contextmanager
+def turn(file: Path) -> Iterator[None]:
+    """No other engine is measured meanwhile."""
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def measure_engine(size: str, batches: list[int], length: int, folder: Path, device: str) -> dict[str, float]:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-    more = {} if device == "cuda" else {"enforce_eager": True}
+    model = from_config(config_of(size), size)
+    # Stated, not profiled: other engines start on the same GPU.
+    kept = round(2 * model.layers * model.kv_per_token_and_layer * max(batches) * 2 * length)
+    more: dict[str, Any] = {"gpu_memory_utilization": 0.3} if device == "cuda" else {"enforce_eager": True}
     llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
-              max_model_len=4 * length, **more)  # fmt: skip
+              max_model_len=4 * length, kv_cache_memory_bytes=kept, **more)  # fmt: skip
     found = {}
-    for batch in batches:
-        prompts = [{"prompt_token_ids": [(7 * i + j) % 199 + 1 for j in range(length)]} for i in range(batch)]
+    with turn(folder.parent / "turn"):
+        for batch in batches:
+            prompts = [{"prompt_token_ids": [(7 * i + j) % 199 + 1 for j in range(length)]} for i in range(batch)]
 
-        def ask(tokens: int, prompts: Any = prompts) -> None:
-            llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False), use_tqdm=False)
+            def ask(tokens: int, prompts: Any = prompts) -> None:
+                sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+                llm.generate(prompts, sampling, use_tqdm=False)
 
-        first = timed(lambda ask=ask: ask(1), lambda: None)
-        many = timed(lambda ask=ask: ask(1 + length // 2), lambda: None)
-        found[f"prefill {batch}"], found[f"decode {batch}"] = first, (many - first) / (length // 2)
+            first = timed(lambda ask=ask: ask(1), lambda: None)
+            many = timed(lambda ask=ask: ask(1 + length // 2), lambda: None)
+            found[f"prefill {batch}"], found[f"decode {batch}"] = first, (many - first) / (length // 2)
     return found
 
 
@@ -148,27 +168,25 @@ def counts(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def measured(options: argparse.Namespace, size: str, kind: str, folder: Path) -> dict[str, Any]:
-    """What a process of its own measured, so that its memory is free afterwards."""
-    python = options.engine_python if kind == "engine" else sys.executable
-    what = ("--measure", f"{kind},{size},{folder}", "--device", options.device, "--length", str(options.length))
-    command = [
-        python,
-        "-m",
-        "bench.estimate_gpu",
-        *what,
-        "--batches",
-        options.batches,
-        "--sequences",
-        options.sequences,
-    ]
+def started(options: argparse.Namespace, size: str, kind: str, folder: Path) -> subprocess.Popen[str]:
+    """A process of its own measures, so that its memory is free afterwards; its messages go to a log."""
+    command = [options.engine_python if kind == "engine" else sys.executable, "-m", "bench.estimate_gpu"]
+    command += ["--measure", f"{kind},{size},{folder}", "--device", options.device, "--length", str(options.length)]
+    command += ["--batches", options.batches, "--sequences", options.sequences]
+    with (folder / f"{kind}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+
+
+def outcome(process: subprocess.Popen[str], deadline: float, log: Path) -> dict[str, Any]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.part_s, check=False)
+        lines = process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0].strip().splitlines()
     except subprocess.TimeoutExpired:
-        return {"error": f"took longer than {options.part_s:g} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"error": (done.stderr.strip().splitlines() or ["nothing was printed"])[-1][:300]}
+        return {"error": f"took too long (--part-s); {log}"}
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+    if process.returncode or not lines:
+        return {"error": f"{(log.read_text().strip().splitlines() or ['nothing was printed'])[-1][:300]}; {log}"}
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 
@@ -183,9 +201,9 @@ def main(given: list[str] | None = None) -> int:
             found = measure_engine(size, counts(options.sequences), options.length, Path(folder), options.device)
         print(json.dumps(found))
         return 0
-    gpu, parts = catalogue.gpu(options.gpu), options.parts.split(",")
+    gpu, parts, sizes = catalogue.gpu(options.gpu), options.parts.split(","), options.sizes.split(",")
     rows: dict[str, dict[str, Any]] = {}
-    for size in options.sizes.split(","):
+    for size in sizes:
         model = from_config(config_of(size), size)
         for part in parts:
             for batch in counts(options.batches if part == "train" else options.sequences):
@@ -196,24 +214,29 @@ def main(given: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "estimate_gpu.json"
     file.write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
-    print(f"{len(rows)} predictions for {gpu.name} written to {file}; measuring")
-    for size in options.sizes.split(","):
-        folder = options.out / f"model-{size}"
+    print(f"{len(rows)} predictions for {gpu.name} written to {file}; measuring", flush=True)
+    folders = {size: options.out / f"model-{size}" for size in sizes}
+    for size, folder in folders.items():
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config_of(size)))
-        for kind in ("train", "engine"):
-            if (kind == "train" and "train" not in parts) or (
-                kind == "engine" and not {"decode", "prefill"} & set(parts)
-            ):
-                continue
-            found = measured(options, size, kind, folder)
-            if "error" in found:
-                print(f"{size} {kind}: {found['error']}")
-                continue
-            for key, seconds in found.items():
-                if f"{size} {key}" in rows:
-                    rows[f"{size} {key}"]["measured_s"] = seconds
+
+    def ended(size: str, kind: str, process: subprocess.Popen[str], deadline: float) -> None:
+        found = outcome(process, deadline, folders[size] / f"{kind}.log")
+        if "error" in found:
+            print(f"{size} {kind}: {found['error']}", flush=True)
+        for key, seconds in found.items():
+            if f"{size} {key}" in rows:
+                rows[f"{size} {key}"]["measured_s"] = seconds
         file.write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
+
+    if "train" in parts:
+        for size in sizes:
+            ended(size, "train", started(options, size, "train", folders[size]), time.monotonic() + options.part_s)
+    if {"decode", "prefill"} & set(parts):
+        engines = {size: started(options, size, "engine", folders[size]) for size in sizes}
+        deadline = time.monotonic() + options.part_s * len(sizes)
+        for size, process in engines.items():
+            ended(size, "engine", process, deadline)
     return report(rows)
 
 

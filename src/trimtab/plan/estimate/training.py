@@ -1,11 +1,13 @@
 """Seconds of passes of a trainer: forward for log-probs, forward and backward for an update.
 
 FLOPs of the matrices and of attention at a share of the peak that falls with narrow matrices, collectives of tensor,
-expert and data parallelism by link, and pipeline bubbles by the micro-batches of an optimiser step.
+expert and data parallelism by link, and pipeline bubbles by the micro-batches of an optimiser step. A micro-batch takes
+no less than launching its kernels from Python, where the trainer runs module by module.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trimtab.model.architecture import Architecture
@@ -45,14 +47,19 @@ class PassTime:
     links: float
     bubble: float
     flops: float
+    launches: float = 0.0
+    """That the GPU waits for kernels of small micro-batches."""
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.links + self.bubble
+        return self.compute + self.links + self.bubble + self.launches
 
     @property
     def limit(self) -> str:
+        busy = self.compute + self.launches
         parts = {"compute": self.compute, "links": self.links, "pipeline bubble": self.bubble}
+        if self.launches:
+            parts["kernel launches"] = busy
         return max(parts, key=parts.__getitem__)
 
 
@@ -88,7 +95,9 @@ def pass_time(
     links = _link_seconds(run, tokens, updates, forwards, c) / c.train_link_share
     micro = max(1.0, tokens / updates / run.replicas / (run.micro_tokens * run.cp))
     bubble = (compute + links) * (run.pp - 1) / micro
-    return PassTime(compute, links, bubble, forwards * tokens * (dense + experts + scores))
+    launched = c.launch_ms * 1e-3 * model.layers * forwards * math.ceil(micro) * updates if run.fsdp else 0.0
+    flops = forwards * tokens * (dense + experts + scores)
+    return PassTime(compute, links, bubble, flops, max(0.0, launched - compute))
 
 
 def _link_seconds(run: Trainer, tokens: float, updates: float, forwards: float, c: Constants) -> float:
