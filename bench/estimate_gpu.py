@@ -13,6 +13,7 @@ is reported, and the next begins. Not part of `make bench`.
 from __future__ import annotations
 
 import argparse
+import csv
 import fcntl
 import json
 import os
@@ -22,59 +23,53 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trimtab.formats import catalogue
 from trimtab.model.architecture import Architecture, from_config
 from trimtab.model.gpus import GpuKind
-from trimtab.plan.estimate.constants import CONSTANTS
-from trimtab.plan.estimate.serving import EngineReplica, decode_work
+from trimtab.plan.estimate.constants import CONSTANTS, Constants
+from trimtab.plan.estimate.serving import EngineReplica, decode_work, prefill_seconds
 from trimtab.plan.estimate.training import Trainer, pass_time
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 1,
-        "num_key_value_heads": 1, "vocab_size": 256,
-    },
-    "0.5b": {
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "vocab_size": 151_936,
-    },
-    "1.5b": {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "vocab_size": 151_936,
-    },
-    "7b": {
-        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152_064,
-    },
-}  # fmt: skip
+MODELS = Path(__file__).parent / "truth" / "gpu_models.csv"
 PARTS = ("decode", "prefill", "train")
 REPEATS = 3
 GOAL = 0.15
 
 
-def config_of(size: str) -> dict[str, Any]:
-    tied = size in ("tiny", "0.5b", "1.5b")
+@cache
+def models() -> dict[str, dict[str, Any]]:
+    """A `config.json` of each random model, in the sizes of a public one."""
+    with MODELS.open(newline="", encoding="utf-8") as file:
+        rows = {row.pop("name"): row for row in csv.DictReader(file)}
     return {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        **SIZES[size],
+        name: {
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "max_position_embeddings": 32_768,
+            "torch_dtype": "bfloat16",
+            "tie_word_embeddings": row.pop("tied") == "yes",
+            **{key: int(value) for key, value in row.items()},
+        }
+        for name, row in rows.items()
     }
 
 
-def predicted(part: str, model: Architecture, gpu: GpuKind, batch: int, length: int) -> float:
+def architecture(name: str) -> Architecture:
+    return from_config(models()[name], name)
+
+
+def predicted(part: str, model: Architecture, gpu: GpuKind, batch: int, length: int, c: Constants = CONSTANTS) -> float:
     """Seconds of an output token for each sequence, of a prefill of the batch, or of a forward and backward pass."""
-    c = CONSTANTS
     engine = EngineReplica(model, gpu)
     if part == "decode":
-        return float(decode_work(engine, float(batch), length * 1.0).seconds(c))
+        # Half as many tokens as a prompt has are decoded after it.
+        return float(decode_work(engine, float(batch), length * 1.25).seconds(c))
     if part == "prefill":
-        return float(decode_work(engine, float(batch), 0.0, float(batch * length), float(length)).seconds(c))
+        return prefill_seconds(engine, c, float(batch), float(length))
     trainer = Trainer(model, gpu, 1, fsdp=True, micro_tokens=float(batch * length))
     return pass_time(trainer, float(batch * length), float(length), 1.0, c, backward=True).seconds
 
@@ -99,12 +94,12 @@ def measure_train(size: str, batches: list[int], length: int, device: str) -> di
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = Qwen2ForCausalLM(Qwen2Config(**config_of(size)))
+        model = Qwen2ForCausalLM(Qwen2Config(**models()[size]))
     model.gradient_checkpointing_enable()
     model.train()
     found = {}
     for batch in batches:
-        tokens = torch.randint(0, SIZES[size]["vocab_size"], (batch, length), device=device)
+        tokens = torch.randint(0, models()[size]["vocab_size"], (batch, length), device=device)
 
         def step(tokens: Any = tokens) -> None:
             model.zero_grad(set_to_none=True)
@@ -115,9 +110,13 @@ def measure_train(size: str, batches: list[int], length: int, device: str) -> di
 
 
 @contextmanager
-def turn(file: Path) -> Iterator[None]:
-    """No other engine is measured meanwhile."""
-    with file.open("w") as lock:
+def turn(folder: Path) -> Iterator[None]:
+    """No other engine starts or is measured meanwhile; one that never starts ends with --part-s."""
+    (folder / "ready").touch()
+    engines = [other for other in folder.parent.iterdir() if (other / "engine.log").exists()]
+    while not all((other / "ready").exists() for other in engines):
+        time.sleep(0.2)
+    with (folder.parent / "turn").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -125,14 +124,14 @@ def turn(file: Path) -> Iterator[None]:
 def measure_engine(size: str, batches: list[int], length: int, folder: Path, device: str) -> dict[str, float]:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-    model = from_config(config_of(size), size)
+    model = architecture(size)
     # Stated, not profiled: other engines start on the same GPU.
     kept = round(2 * model.layers * model.kv_per_token_and_layer * max(batches) * 2 * length)
     more: dict[str, Any] = {"gpu_memory_utilization": 0.3} if device == "cuda" else {"enforce_eager": True}
     llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
               max_model_len=4 * length, kv_cache_memory_bytes=kept, **more)  # fmt: skip
     found = {}
-    with turn(folder.parent / "turn"):
+    with turn(folder):
         for batch in batches:
             prompts = [{"prompt_token_ids": [(7 * i + j) % 199 + 1 for j in range(length)]} for i in range(batch)]
 
@@ -152,7 +151,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--gpu", default="h200", help="kind of the GPU, as in `trimtab estimate --gpu`")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--sizes", default="0.5b,1.5b,7b")
+    parser.add_argument(
+        "--sizes", default="qwen2.5-0.5b,qwen2.5-1.5b,qwen2.5-7b", help="rows of bench/truth/gpu_models.csv"
+    )
     parser.add_argument("--batches", default="1,4,8", help="of a training step")
     parser.add_argument("--sequences", default="1,32,128", help="that an engine decodes at once")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
@@ -204,12 +205,10 @@ def main(given: list[str] | None = None) -> int:
     gpu, parts, sizes = catalogue.gpu(options.gpu), options.parts.split(","), options.sizes.split(",")
     rows: dict[str, dict[str, Any]] = {}
     for size in sizes:
-        model = from_config(config_of(size), size)
+        model = architecture(size)
         for part in parts:
             for batch in counts(options.batches if part == "train" else options.sequences):
-                # Half as many tokens as a prompt has are decoded after it.
-                length = options.length * 5 // 4 if part == "decode" else options.length
-                guess = predicted(part, model, gpu, batch, length)
+                guess = predicted(part, model, gpu, batch, options.length)
                 rows[f"{size} {part} {batch}"] = {"predicted_s": guess}
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "estimate_gpu.json"
@@ -218,7 +217,7 @@ def main(given: list[str] | None = None) -> int:
     folders = {size: options.out / f"model-{size}" for size in sizes}
     for size, folder in folders.items():
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config_of(size)))
+        (folder / "config.json").write_text(json.dumps(models()[size]))
 
     def ended(size: str, kind: str, process: subprocess.Popen[str], deadline: float) -> None:
         found = outcome(process, deadline, folders[size] / f"{kind}.log")

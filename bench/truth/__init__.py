@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.estimate_gpu import PARTS
 from bench.truth import aiconfigurator, choosing, fit, pairs, rows, switches
 from bench.truth.fit import Errors
 from bench.truth.rows import StepRow
@@ -275,6 +276,17 @@ def trainer_scores(judge: Judge) -> list[Score]:
     return lines
 
 
+def gpu_scores(judge: Judge) -> list[Score]:
+    """Points that were measured by `python -m bench.estimate_gpu`."""
+    lines, families = [], sorted({entry[0].family for entry in rows.gpu_points()})
+    for what, parts in (("all", PARTS), *((part, (part,)) for part in PARTS)):
+        errors = [e for name in families for e in fit.gpu_errors(judge.constants(name), None, parts, only=name)]
+        middle, high = median_p90(errors)
+        name = f"random models on an H200, {what}: median, p90"
+        lines.append(Score(name, len(errors), f"{middle:.1%}, {high:.1%}", "", "<= 15%", middle <= 0.15))
+    return lines
+
+
 def sync_scores() -> list[Score]:
     errors = []
     for point, how, run in rows.sync_points():
@@ -341,6 +353,7 @@ def scores(judge: Judge) -> list[Score]:
         *mode_scores(judge),
         *serving_scores(),
         *trainer_scores(judge),
+        *gpu_scores(judge),
         *sync_scores(),
         *memory_scores(),
     ]

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.estimate_gpu import predicted
 from bench.truth import rows
 from trimtab.plan.estimate import memory
 from trimtab.plan.estimate.constants import Constants
@@ -23,7 +24,9 @@ from trimtab.plan.estimate.training import Trainer, pass_time
 
 START = Constants(
     weight_share=0.75, expert_share=0.6, cache_share=0.6, compute_share=0.5, overlap=0.5, layer_us=8.0,
-    moe_layer_us=8.0, step_ms=2.0, sequence_us=10.0, hop_us=12.0, link_share=0.5, train_share=0.55,
+    moe_layer_us=8.0, step_ms=2.0, sequence_us=10.0, hop_us=12.0, link_share=0.5, quiet_step_ms=0.5,
+    quiet_sequence_us=3.0, prefill_share=0.75, prefill_narrow=500.0, prefill_layer_us=500.0, launch_ms=1.0,
+    train_share=0.55,
     narrow_hidden=500.0, expert_train_share=0.4, attention_share=0.7, train_link_share=0.6, broadcast_s=1.0,
     broadcast_s_per_gb=0.3, packed_s=2.0, packed_s_per_gb=0.02, ipc_s=2.0, ipc_s_per_gb=0.05, delta_s=0.5,
     delta_s_per_gb=2.0, rollout_factor=1.2, async_steady=0.5, forward_factor=1.3, update_s=0.5, host_share=0.3,
@@ -45,7 +48,8 @@ SYNCS = (
     "delta_s",
     "delta_s_per_gb",
 )
-TRAINING = ("train_share", "narrow_hidden", "expert_train_share", "attention_share", "train_link_share")
+QUIET = ("quiet_step_ms", "quiet_sequence_us", "prefill_share", "prefill_narrow", "prefill_layer_us")
+TRAINING = ("train_share", "narrow_hidden", "expert_train_share", "attention_share", "train_link_share", "launch_ms")
 STEPS = (
     "rollout_factor",
     "async_steady",
@@ -169,7 +173,7 @@ def serving_errors(c: Constants, work: Work, measured: Errors) -> Errors:
 
 def fit(without: str | None = None, start: Constants = START, *, serving: Constants | None = None) -> Constants:
     """All constants, fitted without the rows of one family of models."""
-    found = serving or fit_serving(without, start)
+    found = fit_quiet(without, serving or fit_serving(without, start))
     return fit_steps(without, fit_memory(without, fit_syncs(without, found)))
 
 
@@ -179,6 +183,21 @@ def fit_serving(without: str | None, start: Constants) -> Constants:
     measured = np.array([point.value for point in points])[kept]
     own = Work(*(getattr(work, name)[kept] for name in Work.__dataclass_fields__))
     return search(start, SERVING, lambda c: serving_errors(c, own, measured), rounds=100)
+
+
+def gpu_errors(c: Constants, without: str | None, parts: Sequence[str], *, only: str | None = None) -> list[float]:
+    """Logarithms of what is predicted over what `python -m bench.estimate_gpu` measured."""
+    return [
+        float(np.log(predicted(part, model, gpu, sequences, length, c) / point.value))
+        for point, part, model, gpu, sequences, length in rows.gpu_points()
+        if part in parts and point.family != without and only in (None, point.family)
+    ]
+
+
+def fit_quiet(without: str | None, start: Constants) -> Constants:
+    return search(
+        start, QUIET, lambda c: np.array(gpu_errors(c, without, ("decode", "prefill"))), rounds=60, prior=PRIOR / 5
+    )
 
 
 def fit_syncs(without: str | None, start: Constants) -> Constants:
@@ -205,6 +224,7 @@ def fit_steps(without: str | None, start: Constants) -> Constants:
             np.log(pass_time(trainer, tokens, trainer.micro_tokens, 1.0, c, backward=True).seconds / point.value)
             for point, trainer, tokens, _ in trainers
         ]
+        of_trainers += gpu_errors(c, without, ("train",))
         return np.array([*of_steps, *(0.3 * value for value in of_trainers)])
 
     found = search(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from bench.estimate_gpu import architecture
 from trimtab.core.errors import InputError
 from trimtab.formats import catalogue
 from trimtab.model.architecture import Architecture
@@ -145,7 +146,13 @@ def serving_points() -> tuple[list[Point], Work]:
         gpu = catalogue.gpu(row["gpu"])
         wide = int(row["attention_dp"])
         engine = EngineReplica(
-            model, gpu, max(int(row["tp"]), wide), wide, precision=row["precision"], backend=row["backend"]
+            model,
+            gpu,
+            max(int(row["tp"]), wide),
+            wide,
+            precision=row["precision"],
+            backend=row["backend"],
+            streams=True,
         )
         prompt, answer, batch = float(row["isl"]), float(row["osl"]), float(row["concurrency"])
         works.append(decode_work(engine, batch, prompt + answer / 2, batch / answer * prompt, prompt))
@@ -171,6 +178,18 @@ def trainer_points() -> list[tuple[Point, Trainer, float, float]]:
         label = ", ".join(row[key] for key in ("model", "type", "seq_len", "activations", "attention", "hardware"))
         point = Point(family(row["model"]), label, float(row["seconds_per_microbatch"].rstrip("s")), row["attention"])
         points.append((point, trainer, length * int(gpus), float(row["peak_mem"].split()[0])))
+    return points
+
+
+@cache
+def gpu_points() -> list[tuple[Point, str, Architecture, GpuKind, int, int]]:
+    """(seconds, part, model, GPU, sequences, tokens of each) that `python -m bench.estimate_gpu` measured."""
+    points = []
+    for row in read("gpu_points"):
+        label = f"{row['model']}, {row['part']} {row['sequences']}"
+        point = Point(row["model"], label, float(row["seconds"]), row["part"])
+        sizes = int(row["sequences"]), int(row["length"])
+        points.append((point, row["part"], architecture(row["model"]), catalogue.gpu(row["gpu"]), *sizes))
     return points
 
 

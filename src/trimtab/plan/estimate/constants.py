@@ -22,36 +22,42 @@ class Constants:
     hop_us: float = 15.14
     link_share: float = 0.5819
 
-    # Training passes, on trainers' micro-batches and steps.
-    train_share: float = 0.4981
-    narrow_hidden: float = 449.9
-    expert_train_share: float = 0.4863
-    attention_share: float = 0.6912
-    train_link_share: float = 0.7669
+    # The same of an engine asked for whole answers, and of prompts alone, on our own points.
+    quiet_step_ms: float = 0.635
+    quiet_sequence_us: float = 7.142
+    prefill_share: float = 0.7256
+    prefill_narrow: float = 587.2
+    prefill_layer_us: float = 620.2
 
-    # Of a layer and a forward pass (a backward pass has two) of an FSDP trainer, measured on an H200; not fitted.
-    launch_ms: float = 1.15
+    # Training passes, on trainers' micro-batches and steps.
+    train_share: float = 0.5312
+    narrow_hidden: float = 483.2
+    expert_train_share: float = 0.4658
+    attention_share: float = 0.6464
+    train_link_share: float = 0.8033
+    launch_ms: float = 1.23
+    """Of a layer and a forward pass (a backward pass has two), of a trainer that runs module by module."""
 
     # Weight syncs, by transport.
     broadcast_s: float = 1.064
     broadcast_s_per_gb: float = 0.5098
-    packed_s: float = 4.082
-    packed_s_per_gb: float = 0.0245
-    ipc_s: float = 2.033
-    ipc_s_per_gb: float = 0.05807
+    packed_s: float = 4.595
+    packed_s_per_gb: float = 0.02113
+    ipc_s: float = 2.032
+    ipc_s_per_gb: float = 0.05792
     delta_s: float = 0.3096
     delta_s_per_gb: float = 2.033
     """Of a GB on each of the trainer's GPUs."""
 
     # Steps of RL.
-    rollout_factor: float = 1.513
-    async_steady: float = 0.4399
-    forward_factor: float = 0.8686
-    update_s: float = 0.5026
-    host_share: float = 0.3076
-    fixed_s: float = 5.118
-    sample_ms: float = 4.128
-    token_us: float = 1.989
+    rollout_factor: float = 1.739
+    async_steady: float = 0.4236
+    forward_factor: float = 0.9231
+    update_s: float = 0.5182
+    host_share: float = 0.2927
+    fixed_s: float = 5.196
+    sample_ms: float = 4.587
+    token_us: float = 2.092
     # Memory of a trainer beside a sleeping engine, on one-GPU points.
     layer_copies: float = 1.839
     expert_copies: float = 1.868
@@ -63,15 +69,15 @@ class Constants:
     residue_gb: float = 4
 
     # Half-widths of the intervals, as logarithms, on models that were left out.
-    step_error: float = 0.3607
-    stage_error: float = 0.5102
-    measured_error: float = 0.217
-    gain_over: float = 0.2642
-    gain_under: float = 0.4849
+    step_error: float = 0.3384
+    stage_error: float = 0.4785
+    measured_error: float = 0.218
+    gain_over: float = 0.2692
+    gain_under: float = 0.5617
     engine_memory_error: float = 0.15
     memory_error: float = 0.3021
 
-    releases: tuple[tuple[str, float], ...] = (("NeMo RL v0.4", 0.978), ("NeMo RL v0.5", 1))
+    releases: tuple[tuple[str, float], ...] = (("NeMo RL v0.4", 0.999), ("NeMo RL v0.5", 1))
 
     def release(self, name: str) -> float:
         """Factor of a framework's release; 1 for one that was never compared."""

@@ -2,6 +2,7 @@
 
 A decode step reads the weights that its tokens touch and the cache of its sequences, multiplies, and crosses the links
 twice per layer with tensor parallelism. Reading and multiplying overlap: the larger counts, and a share of the smaller.
+An engine that streams spends more on each step and sequence than one that is asked for whole answers, as in RL.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import BITS, GpuKind
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.lengths import Lengths
+
+CHUNK = 8192
+"""Tokens of a prefill's step, as engines have it by default."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class EngineReplica:
     """Drafted by a layer of the model for each step, then verified together."""
     accepted: float = 0.0
     """Share of the drafted tokens that the model accepts."""
+    streams: bool = False
+    """Each token goes to a client by itself."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -54,15 +60,22 @@ class Work:
     sequences: Any
     lean: Any
     """1 for an engine without Python between steps (TensorRT-LLM)."""
+    streams: Any
+    """1 for an engine that sends each token by itself."""
 
     def seconds(self, c: Constants) -> Any:
-        read = self.weights / c.weight_share + self.experts / c.expert_share + self.cache / c.cache_share
+        read = self.weights / c.weight_share + self.experts / c.expert_share
         multiply = self.compute / c.compute_share
-        hidden = np.maximum(read, multiply) + c.overlap * np.minimum(read, multiply)
+        # Beside decoding, a stream of new prompts multiplies while the cache is read; else only the weights are.
+        beside = read + self.streams * self.cache / c.cache_share
+        hidden = np.maximum(beside, multiply) + self.streams * c.overlap * np.minimum(beside, multiply)
+        hidden = hidden + (1 - self.streams) * self.cache / c.cache_share
         crossed = self.link / c.link_share + self.hops * c.hop_us * 1e-6
         launched = (self.layers * c.layer_us + self.moe_layers * c.moe_layer_us) * 1e-6
-        launched = launched + (1 - self.lean) * c.step_ms * 1e-3
-        return hidden + crossed + launched + self.sequences * c.sequence_us * 1e-6
+        own = self.streams * c.step_ms + (1 - self.streams) * c.quiet_step_ms
+        launched = launched + (1 - self.lean) * own * 1e-3
+        each = self.streams * c.sequence_us + (1 - self.streams) * c.quiet_sequence_us
+        return hidden + crossed + launched + self.sequences * each * 1e-6
 
     @classmethod
     def stack(cls, works: list[Work]) -> Work:
@@ -109,7 +122,24 @@ def decode_work(engine: EngineReplica, batch: Any, context: Any, prefill: Any = 
         moe_layers=model.moe_layers + 0 * batch,
         sequences=batch,
         lean=(1.0 if engine.backend == "trtllm" else 0.0) + 0 * batch,
+        streams=float(engine.streams) + 0 * batch,
     )
+
+
+def prefill_seconds(engine: EngineReplica, c: Constants, sequences: float, prompt: float) -> float:
+    """Prompts of so many sequences with nothing beside them; only their last tokens need the head.
+
+    A step takes no less than launching its kernels: it is too long for the graphs of decoding.
+    """
+    model, gpu, tp = engine.model, engine.gpu, engine.tp
+    tokens, head = sequences * prompt, model.head or model.embedding
+    scores = 2 * model.heads * model.score_size * model.attention_layers * prompt / 2
+    flops = (tokens * (2 * (model.matmul_parameters - head) + scores) + sequences * 2 * head) / tp
+    peak, width = gpu.flops(engine.precision), model.hidden / tp
+    share = c.prefill_share * width / (width + c.prefill_narrow * peak / 1e15)
+    launched = math.ceil(tokens / CHUNK) * model.layers * c.prefill_layer_us * 1e-6
+    link = 2 * model.layers * float(all_reduce_seconds(gpu, tp, tokens * model.hidden * 2))
+    return max(flops / peak / share, launched) + link / c.link_share
 
 
 def step_seconds(
@@ -173,9 +203,7 @@ def rollout_seconds(
     full = float(step_seconds(engine, c, slots, lengths.mean, prompt, lengths.prompt)) / engine.tokens_per_step
     waves = (each - slots) * lengths.mean_answer / slots * full
     throughput = each * lengths.mean_answer / slots * full
-    tokens = slots * lengths.prompt
-    prefill = decode_work(engine, 1.0, lengths.prompt, tokens, lengths.prompt)
-    sync = waves + drain + float(prefill.compute / c.compute_share + prefill.link / c.link_share)
+    sync = waves + drain + prefill_seconds(engine, c, slots, lengths.prompt)
     return steady * throughput + (1 - steady) * sync
 
 
