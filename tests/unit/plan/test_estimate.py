@@ -16,7 +16,7 @@ from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.estimate.lengths import Lengths
 from trimtab.plan.estimate.memory import MemorySettings, adapter_parameters
 from trimtab.plan.estimate.memory import estimate as memory_estimate
-from trimtab.plan.estimate.serving import EngineReplica, decode_work, rollout_seconds, slots_of
+from trimtab.plan.estimate.serving import EngineReplica, decode_work, prefill_seconds, rollout_seconds, slots_of
 from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 from trimtab.plan.estimate.training import Trainer, pass_time
 
@@ -97,6 +97,23 @@ def test_smaller_weights_decode_faster() -> None:
     assert seconds(replace(whole, precision="fp8"), 8, 1000) < 0.7 * seconds(whole, 8, 1000)
 
 
+def test_an_engine_that_streams_its_tokens_spends_more_on_each_sequence() -> None:
+    streams = replace(EngineReplica(LLAMA, H100), streams=True)
+    few, many = (seconds(streams, batch, 1000) - seconds(EngineReplica(LLAMA, H100), batch, 1000) for batch in (1, 256))
+    assert 0 < few < many
+
+
+def test_prompts_alone_take_no_less_than_launching_their_steps_and_need_the_head_once_a_sequence() -> None:
+    engine = EngineReplica(LLAMA, H100)
+    short, whole, many = (prefill_seconds(engine, C, count, 1024) for count in (0.1, 8, 32))
+    assert short == pytest.approx(LLAMA.layers * C.prefill_layer_us * 1e-6)
+    assert whole > short
+    assert many == pytest.approx(4 * whole)
+    every_token = 32 * 1024 * 2 * LLAMA.matmul_parameters / H100.flops("bf16")
+    assert many > every_token / C.prefill_share * (1 - LLAMA.head / LLAMA.matmul_parameters)
+    assert many / 8 < prefill_seconds(replace(engine, tp=8), C, 32, 1024) < many / 2  # narrower matrices, and links
+
+
 def test_a_rollout_lasts_at_least_as_long_as_its_longest_answers() -> None:
     lengths = Lengths.capped(1060, 4096, 200)
     engine = EngineReplica(LLAMA, H100)
@@ -122,6 +139,17 @@ def test_an_update_costs_three_forward_passes_and_four_with_recompute() -> None:
     again = pass_time(replace(kept, recompute=True), 1e5, 2000, 1, C, backward=True)
     assert again.compute == pytest.approx(4 * forward)
     assert pass_time(replace(kept, lora_rank=16), 1e5, 2000, 1, C, backward=True).compute < 3 * forward
+
+
+def test_small_micro_batches_of_an_eager_trainer_are_bound_by_kernel_launches() -> None:
+    eager = Trainer(LLAMA, H100, 1, fsdp=True, micro_tokens=256.0)
+    few, many = (pass_time(eager, tokens, 256, 1, C, backward=True) for tokens in (256, 2560))
+    assert few.limit == many.limit == "kernel launches"
+    assert few.seconds == pytest.approx(4 * LLAMA.layers * C.launch_ms * 1e-3)
+    assert many.seconds == pytest.approx(10 * few.seconds)
+    wide = pass_time(replace(eager, micro_tokens=2560.0), 2560, 256, 1, C, backward=True)
+    assert wide.seconds < many.seconds / 3
+    assert pass_time(replace(eager, fsdp=False), 256, 256, 1, C, backward=True).launches == 0
 
 
 def test_pipelines_have_bubbles_and_parallel_training_crosses_links() -> None:

@@ -23,41 +23,41 @@ class Constants:
     link_share: float = 0.5819
 
     # The same of an engine asked for whole answers, and of prompts alone, on our own points.
-    quiet_step_ms: float = 0.635
-    quiet_sequence_us: float = 7.142
-    prefill_share: float = 0.7256
-    prefill_narrow: float = 587.2
-    prefill_layer_us: float = 620.2
+    quiet_step_ms: float = 0.6716
+    quiet_sequence_us: float = 8.696
+    prefill_share: float = 0.6993
+    prefill_narrow: float = 508.5
+    prefill_layer_us: float = 626.3
 
     # Training passes, on trainers' micro-batches and steps.
-    train_share: float = 0.5312
-    narrow_hidden: float = 483.2
-    expert_train_share: float = 0.4658
-    attention_share: float = 0.6464
-    train_link_share: float = 0.8033
-    launch_ms: float = 1.23
+    train_share: float = 0.553
+    narrow_hidden: float = 485.4
+    expert_train_share: float = 0.515
+    attention_share: float = 0.6536
+    train_link_share: float = 0.7687
+    launch_ms: float = 1.174
     """Of a layer and a forward pass (a backward pass has two), of a trainer that runs module by module."""
 
     # Weight syncs, by transport.
     broadcast_s: float = 1.064
     broadcast_s_per_gb: float = 0.5098
-    packed_s: float = 4.595
-    packed_s_per_gb: float = 0.02113
-    ipc_s: float = 2.032
-    ipc_s_per_gb: float = 0.05792
+    packed_s: float = 4.452
+    packed_s_per_gb: float = 0.01912
+    ipc_s: float = 2.045
+    ipc_s_per_gb: float = 0.05756
     delta_s: float = 0.3096
     delta_s_per_gb: float = 2.033
     """Of a GB on each of the trainer's GPUs."""
 
     # Steps of RL.
-    rollout_factor: float = 1.739
-    async_steady: float = 0.4236
-    forward_factor: float = 0.9231
-    update_s: float = 0.5182
-    host_share: float = 0.2927
-    fixed_s: float = 5.196
-    sample_ms: float = 4.587
-    token_us: float = 2.092
+    rollout_factor: float = 1.757
+    async_steady: float = 0.4306
+    forward_factor: float = 0.9398
+    update_s: float = 0.5121
+    host_share: float = 0.2944
+    fixed_s: float = 5.345
+    sample_ms: float = 4.583
+    token_us: float = 2.043
     # Memory of a trainer beside a sleeping engine, on one-GPU points.
     layer_copies: float = 1.839
     expert_copies: float = 1.868
@@ -69,15 +69,15 @@ class Constants:
     residue_gb: float = 4
 
     # Half-widths of the intervals, as logarithms, on models that were left out.
-    step_error: float = 0.3384
-    stage_error: float = 0.4785
-    measured_error: float = 0.218
-    gain_over: float = 0.2692
-    gain_under: float = 0.5617
+    step_error: float = 0.4229
+    stage_error: float = 0.5981
+    measured_error: float = 0.261
+    gain_over: float = 0.3297
+    gain_under: float = 0.5169
     engine_memory_error: float = 0.15
     memory_error: float = 0.3021
 
-    releases: tuple[tuple[str, float], ...] = (("NeMo RL v0.4", 0.999), ("NeMo RL v0.5", 1))
+    releases: tuple[tuple[str, float], ...] = (("NeMo RL v0.4", 0.997), ("NeMo RL v0.5", 1.02))
 
     def release(self, name: str) -> float:
         """Factor of a framework's release; 1 for one that was never compared."""
