@@ -18,10 +18,12 @@ def test_every_switch_of_the_evidence_goes_the_way_it_went() -> None:
     assert [each.label for each in found if not each.sign] == []
 
 
-def test_the_chosen_one_of_complete_alternatives_is_near_the_best() -> None:
-    complete = [each for each in choosing.alternatives(lambda family: CONSTANTS) if each.complete]
+def test_the_chosen_one_of_published_alternatives_is_near_the_best() -> None:
+    found = choosing.alternatives(lambda family: CONSTANTS)
+    complete = [each for each in found if each.complete]
     assert len(complete) >= 5
     assert all(each.regret <= choosing.NEAR for each in complete)
+    assert sum(each.regret <= choosing.NEAR for each in found) >= 0.9 * len(found) >= 12
 
 
 def test_the_smallest_count_is_above_those_that_needed_more_gpus() -> None:

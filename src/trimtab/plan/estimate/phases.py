@@ -81,7 +81,7 @@ def phases(run: RunInputs, c: Constants, offload: str = "all") -> tuple[tuple[Ph
     settings = trainer_settings(run, c, offload)
     trainer, _, inference = memory.estimate(run.model, replace(settings, rollout_tp=1))
     room = run.gpu.memory_gb
-    shared = not run.rollout_gpus
+    shared = not run.rollout_gpus or run.lend
     parked = ("trainer, parked", trainer.resident_gb - settings.process_gb)
     asleep = ("engine, asleep", 0.0)  # its context is in the process's term
     terms = _engine_terms(run.engine, run.memory_fraction, c)
