@@ -190,6 +190,9 @@ def phases(run: RunSetup) -> Iterator[Phase]:
         others = [*parked, *beside, ("process", context)] if run.shared else [("process", 0.5)]
         yield Phase("generate", stated([*own, *others]), limit, spread)
     full = 2.0 * model.parameters / GB
+    if run.rollout_backend == "hf" and run.train_zero >= 3:
+        terms = [("all weights", full), ("weights", kept.weights), ("gradients", kept.gradients), parked[1]]
+        yield Phase("generate in the trainer", stated([*terms, *beside, ("process", context)]), limit, spread)
     if run.rollout_memory and run.rollout_full_copy and not run.shared:
         terms = [("engine's share", share), ("graphs", graphs), ("a copy of all weights", full)]
         yield Phase("weight sync", stated(terms), limit, spread)
