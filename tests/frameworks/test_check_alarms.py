@@ -105,7 +105,8 @@ def test_configs_that_are_read_in_part_are_not_alarmed_at(capsys: pytest.Capture
             setup = check_settings.read(file, [], {"gpu": KINDS[0]})
         except TrimtabError:
             continue
-        assert setup.in_part or not setup.framework
+        if not setup.in_part:  # of a framework that is read in full
+            continue
         seen[f"{name}, checked" if setup.model else f"{name}, model not known"] += 1
         errors = check(setup, check_settings.exclusions()).errors
         lines += [f"{file.relative_to(CHECKOUTS)}: {finding.rule}: {finding.what}" for finding in errors]

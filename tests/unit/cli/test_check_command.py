@@ -30,20 +30,20 @@ MISSED = {
     "ms-swift-3359": "70 % by arithmetic; what this release keeps of logits is not known",
     "nemo-rl-2319": "fragmentation, and tensors that stay between steps",
     "nemo-rl-3278": "the lengths that fill the cache are not stated",
-    "nemo-rl-3280": "its root cause was measured: half of the GPU was free, and the pool could not be mapped again after 15 steps",
+    "nemo-rl-3280": "measured: with half of the GPU free the pool could not be mapped again after 15 steps",
     "nemo-rl-456": "90 % by arithmetic, in three copies of logits of 19 GB each; the GPU is not stated",
     "openrlhf-336": "an engine of 2024 took 3 GB more for activations than later ones report",
     "openrlhf-776": "a quarter of a GPU by arithmetic; the thread does not say where it died",
     "openrlhf-911": "a reward script grew to 177 GB",
     "prime-rl-3052": "74 % by arithmetic: what layers of Mamba keep is not counted; it died of 20 MB",
-    "slime-1951": "that release had no scheduler that keeps the limit of tokens: a micro-batch had twenty times as many",
+    "slime-1951": "that release had no scheduler that keeps the limit of tokens: twenty times as many came",
     "tinyzero-107": "79 % by arithmetic, 95 % at the wake-up, told as that; the thread does not say where it died",
     "verl-2820": "runs on two GPUs and not on more, unexplained in the thread",
     "verl-2865": "94 % of a GPU beside the engine, told as that; offload and rollout are not stated",
     "verl-3364": "half of a GPU by arithmetic; batches are not stated",
     "verl-3987": "an eighth of a GPU by arithmetic, with the tensor parallelism of 8 of its script",
     "verl-agent-95": "environments take the host's memory",
-    "verl-megatron-practice-2": "82 % by arithmetic; 88 GB is another estimator's, and the script that died is not shown",
+    "verl-megatron-practice-2": "82 % by arithmetic; 88 GB is another estimator's, and what died is not shown",
 }
 
 

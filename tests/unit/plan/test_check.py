@@ -210,6 +210,7 @@ def test_offload_takes_states_from_the_gpu_and_puts_them_on_the_host() -> None:
 
 def test_deepspeed_accumulates_gradients_beside_those_of_its_cpu_optimizer() -> None:
     run = replace(BASE, train_backend="deepspeed", train_cpu_optimizer=True, train_gradient_bytes=4.0)
+
     def on_host(each: RunSetup) -> float:
         return dict(next(phase for phase in host_rules.phases(each) if phase.name == "a step").terms)["CPU optimiser"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3])]
 
-from bench.truth import aiconfigurator, choosing, pairs, rows, switches  # noqa: E402
+from bench.truth import aiconfigurator, choosing, fit, pairs, rows, switches  # noqa: E402
 
 from trimtab.plan.estimate.constants import CONSTANTS  # noqa: E402
 
@@ -39,6 +40,18 @@ def test_the_better_of_two_published_modes_is_proposed_from_the_synchronous_one(
     assert sum(pair.right for pair in judged) >= 0.8 * len(judged)
     assert any(pair.reason and not pair.judged for pair in found)  # a GPU kind that no table has is said, not guessed
     assert not any(pair.judged for pair in found if not pair.same_gpus)
+
+
+def test_the_stated_high_of_memory_holds_measured_peaks() -> None:
+    spreads = {"training": CONSTANTS.memory_error, "generation": CONSTANTS.engine_memory_error}
+    beyond = [
+        point.point.value
+        / (fit.memory_gb(point, CONSTANTS) * math.exp(spreads[point.phase]) + fit.margin_gb(point, CONSTANTS))
+        for point in rows.memory_points()
+    ]
+    assert len(beyond) >= 400
+    assert sum(value > 1 for value in beyond) <= 0.01 * len(beyond)
+    assert max(beyond) <= 1.05
 
 
 def test_another_estimator_was_asked_for_every_serving_point() -> None:
