@@ -264,6 +264,18 @@ def test_of_verls_other_trainers_memory_only_warns() -> None:
     assert {finding.rule for finding in check(veomni).errors} == {"rollout-heads"}
 
 
+def test_megatrons_buffers_of_gradients_stay_beside_an_engine_where_its_weights_do() -> None:
+    kept = replace(BASE, train_backend="megatron", train_tp=2, train_offload_weights=False)
+    sizes = [
+        {phase.name: dict(phase.terms).get("trainer's gradients", 0.0) for phase in gpu_memory.phases(run)}
+        for run in (kept, replace(kept, train_offload_weights=True), replace(kept, train_backend="fsdp", train_tp=1))
+    ]
+    held = gpu_memory.states(kept, QWEN).gradients
+    assert sizes[0] == {"generate": held, "wake with both weights": held, "log-probs": held, "update": 0.0}
+    assert not any(sizes[1].values())
+    assert not any(sizes[2].values())
+
+
 def test_preemption_costs_time_and_less_with_more_room() -> None:
     tight = replace(BASE, rollout_memory=0.2, prompts=2048, rollout_sequences=1024)
     (finding,) = cache_rules.preempted(tight)
