@@ -28,6 +28,7 @@ MISSED = {
     "easyr1-59": "a leak: 7B offloaded needs a quarter of the memory that filled up",
     "gpustack-1800": "images are profiled with the engine's start, and are not counted",
     "ms-swift-3359": "70 % by arithmetic; what this release keeps of logits is not known",
+    "nemo-rl-191": "85 % by arithmetic at the share of the day, with the second copy of all weights that it held",
     "nemo-rl-2319": "fragmentation, and tensors that stay between steps",
     "nemo-rl-3278": "by arithmetic the cache holds the batch, at the lengths that are published for the recipe",
     "nemo-rl-3280": "measured: with half of the GPU free the pool could not be mapped again after 15 steps",
