@@ -28,6 +28,8 @@ FILE = ROOT / "src/trimtab/plan/estimate/constants.py"
 
 def intervals(found: Constants) -> Constants:
     """Half-widths that hold nine of ten rows of models that were left out."""
+    left = [point.asleep_gb for point in rows.memory_points() if point.asleep_gb]
+    found = replace(found, residue_gb=float(np.quantile(left, 0.99)))
     judge = Judge()
     steps = judge.step_errors(rows.step_rows()[0])
     points = rows.memory_points()
@@ -38,7 +40,9 @@ def intervals(found: Constants) -> Constants:
         own = [point for point in points if point.phase == phase]
         c = found
         under = [
-            np.log(max(1e-3, point.point.value - c.residue_gb) / fit.memory_gb(point, kept[point.point.family]))
+            np.log(
+                max(1e-3, point.point.value - fit.margin_gb(point, c)) / fit.memory_gb(point, kept[point.point.family])
+            )
             for point in own
         ]
         return float(max(LEAST_SPREAD, np.quantile(under, 0.99)))

@@ -305,7 +305,7 @@ def memory_scores() -> list[Score]:
         points = [point for point in rows.memory_points() if point.phase == phase]
         errors = [fit.memory_gb(point, _memory(point.point.family)) / point.point.value - 1 for point in points]
         beyond += [
-            point.point.value / (point.point.value * (1 + error) * np.exp(highs[phase]) + c.residue_gb) - 1
+            point.point.value / (point.point.value * (1 + error) * np.exp(highs[phase]) + fit.margin_gb(point, c)) - 1
             for error, point in zip(errors, points, strict=True)
         ]
         lines.append(_mean_line(f"memory of {phase} on one GPU", errors))

@@ -79,7 +79,9 @@ def _seconds(row: Mapping[str, str], constants: Callable[[str], Constants], mean
         "gpus": int(row["gpus"]),
         "rollout_gpus": int(apart) if apart else None,
         "mode": "async" if asynchronous else "sync",
-        "partial": "partial" in row["mode"],
+        "partial": "partial" in row["mode"] or "separate" in row["mode"],  # verl: `separate_async` goes on
+        "lend": "switch" in row["mode"],
+        "sync_every": float(cadence[1]) if (cadence := re.search(r"\bC(\d+)/A", row["mode"])) else None,
         "staleness": float(stale[1]) if (stale := re.search(r"stale ([\d.]+)", row["mode"])) else None,
         "algorithm": row["algorithm"].lower(),
         "oversample": 1.0,

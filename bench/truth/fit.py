@@ -128,6 +128,12 @@ def memory_gb(point: rows.MemoryPoint, c: Constants) -> float:
     return point.fraction * point.device_gb + context_gb(point.gpu, c) / 2 - kept
 
 
+def margin_gb(point: rows.MemoryPoint, c: Constants) -> float:
+    """What may come on top: left by the sleeping side, and of attention without a fused kernel."""
+    unfused = memory.unfused_gb(point.model, point.sequences, point.length) if point.phase == "training" else 0.0
+    return c.residue_gb + unfused
+
+
 def peak_gb(trainer: Trainer, row: Mapping[str, str], c: Constants) -> float:
     """GB that a sharded trainer allocates at its peak; the process is not part of it."""
     supervised = row["type"].startswith("SFT")

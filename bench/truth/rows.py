@@ -243,6 +243,7 @@ class MemoryPoint:
     fraction: float
     device_gb: float
     batched: int
+    asleep_gb: float
 
 
 @cache
@@ -267,6 +268,7 @@ def memory_points() -> list[MemoryPoint]:
                 float(row["fraction"]),
                 float(row["device_gb"] or 22.5),
                 int(row["seq_len"]) * int(row["group_size"]),
+                float(row["sleeping_gb"] or 0.0),
             )
         )
     return points

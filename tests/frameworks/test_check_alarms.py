@@ -3,6 +3,7 @@
 FRAMEWORKS_DIR names a folder with a checkout `nemo-rl`, whose recipes name nodes and GPUs in their file names: eight of
 a node are H100-80, four are GB200. A recipe whose model is not in the table of models is not counted. Scripts of
 `verl`, `verl-recipe` and `openrlhf` do not name their GPUs: the first of 80, 141 and 192 GB without alarms is taken.
+Of the other frameworks sizes and options are checked, for which GPUs need not be stated; memory only warns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ CHECKOUTS = os.environ.get("FRAMEWORKS_DIR", "")
 TRAINS = re.compile(r"(grpo|dapo|ppo|prorl|gspo|gdpo)")
 AT_LEAST, ALARMS = 100, 3
 KINDS = ("h100", "h200", "b200")
+IN_PART = ("areal", "prime-rl", "rlinf", "roll", "skyrl", "slime")
+ELSEWHERE = re.compile(r"/(tests?|docker|ci|\.github)/")
+LONGEST_FILE = 60_000
 REFUSED_BY_CODE = {"batched-tokens", "experts", "micro-batch-tokens", "options"}
 """Rules that the frameworks' and engines' own code checks: a script that breaks them cannot start."""
 
@@ -86,3 +90,27 @@ def test_scripts_are_alarmed_at_only_by_what_code_refuses(scripts: str, capsys: 
     with capsys.disabled():
         print("\n" + "\n".join([*lines, *(f"{scripts} {name:20} {count:4}" for name, count in seen.items())]))
     assert wrong <= ALARMS
+
+
+def test_configs_that_are_read_in_part_are_not_alarmed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    roots = [root for name in IN_PART if CHECKOUTS and (root := Path(CHECKOUTS) / name).is_dir()]
+    if not roots:
+        pytest.skip(f"FRAMEWORKS_DIR names no folder with one of {', '.join(IN_PART)}")
+    seen, lines = Counter[str](), []
+    for file in sorted(file for root in roots for kind in ("sh", "yaml", "toml") for file in root.rglob(f"*.{kind}")):
+        name = file.relative_to(CHECKOUTS).parts[0]
+        if ELSEWHERE.search(str(file)) or not file.is_file() or file.stat().st_size > LONGEST_FILE:
+            continue
+        try:
+            setup = check_settings.read(file, [], {"gpu": KINDS[0]})
+        except TrimtabError:
+            continue
+        if not setup.in_part:  # of a framework that is read in full
+            continue
+        seen[f"{name}, checked" if setup.model else f"{name}, model not known"] += 1
+        errors = check(setup, check_settings.exclusions()).errors
+        lines += [f"{file.relative_to(CHECKOUTS)}: {finding.rule}: {finding.what}" for finding in errors]
+    with capsys.disabled():
+        print("\n" + "\n".join([*lines, *(f"{name:28} {count:4}" for name, count in sorted(seen.items()))]))
+    assert sum(count for name, count in seen.items() if "checked" in name) >= AT_LEAST or len(roots) < len(IN_PART)
+    assert len(lines) <= ALARMS

@@ -262,6 +262,8 @@ def _verl(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]) ->
     values["reference"] = bool(
         _option(reader, "actor_rollout_ref.actor.use_kl_loss") or _option(reader, "algorithm.use_kl_in_reward")
     )
+    # Other trainers' own sections are not read: what fits may stand there.
+    values["in_part"] = _option(reader, f"{ACTOR}.strategy") not in (None, "fsdp", "fsdp2", "megatron")
     if megatron:
         values.update(train_weight_bytes=2.0, train_gradient_bytes=4.0, train_optimizer_bytes=12.0, train_sp=1)
         values["train_logit_bytes"] = 10.0
@@ -338,6 +340,9 @@ def _nemo_rl(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str])
         deferred, peft = True, "policy.dtensor_cfg.lora_cfg"
     chunked = _option(reader, "policy.logprob_chunk_size") is not None and deferred
     values["train_logit_bytes"] = 6.0 if chunked else 12.0
+    # Unless it goes in chunks, a pass for log-probs has logits in bf16 and, at once, in fp32, shifted, and normalised.
+    parallel = values["train_backend"] == "megatron" or int(values.get("train_tp") or 1) > 1
+    values["train_entropy"] = 0.0 if chunked else 14.0 if parallel else 10.0
     if _option(reader, f"{peft}.enabled") is True:
         values["train_lora"], keys["train_lora"] = _option(reader, f"{peft}.dim") or 8, f"{peft}.dim"
     if values.get("rollout_backend") not in ("vllm", "sglang"):
@@ -356,7 +361,8 @@ def _openrlhf(reader: ConfigReader, values: dict[str, Any], keys: dict[str, str]
         values.update(
             rollout_gpus=apart, gpus=apart + values["gpus_per_node"] * (nodes if isinstance(nodes, int) else 1)
         )
-    values.update(train_weight_bytes=2.0, train_gradient_bytes=2.0, train_optimizer_bytes=12.0)
+    wide = _option(reader, "ds.grad_accum_dtype") == "fp32" or within(str(values.get("version") or ""), "", "0.5.5")
+    values.update(train_weight_bytes=2.0, train_gradient_bytes=4.0 if wide else 2.0, train_optimizer_bytes=12.0)
     values["reference"] = bool(_option(reader, "algo.kl.init_coef") is None or _option(reader, "algo.kl.init_coef"))
     values["critic"] = str(_option(reader, "algo.advantage.estimator") or "gae") == "gae"
     sleeps = _option(reader, "ds.enable_sleep") is True

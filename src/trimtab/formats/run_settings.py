@@ -139,6 +139,8 @@ class _Builder:
             mode="async" if asynchronous else "sync",
             staleness=staleness,
             partial=bool(self.given.get("partial")) or mode == "colocate-async",
+            lend=bool(self.given.get("lend")) and asynchronous,
+            sync_every=max(1.0, self._number("sync_every", 1.0)),
             passes=tuple(name for name in PASSES[algorithm] if name != "old" or self.given.get("old_log_probs", True)),
             epochs=self._whole(self.train, "epochs", 1),
             memory_fraction=float(fraction),

@@ -99,6 +99,7 @@ class Architecture(Frozen):
     kv_shards: int
     score_size: int
     mlp_width: int
+    widest_head: int = 0
     vision: int = 0
     extra: int = 0
     notes: tuple[str, ...] = ()
@@ -237,6 +238,7 @@ def from_config(data: Mapping[str, Any], name: str) -> Architecture:
         kv_shards=1 if latent else kv_heads,  # a compressed cache has no heads to divide between GPUs
         score_size=head_size + (fields.count("v_head_dim") if latent else head_size),
         mlp_width=per_token * moe_width + shared // (3 * hidden) if experts else width,
+        widest_head=fields.count("global_head_dim", default=head_size),
         vision=vision,
         extra=_per_layer_inputs(fields, layers, hidden),
         notes=(*notes, *told),

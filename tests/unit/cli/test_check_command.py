@@ -27,28 +27,24 @@ MISSED = {
     "easyr1-50": "images; 280 of 478 GB by arithmetic",
     "easyr1-59": "a leak: 7B offloaded needs a quarter of the memory that filled up",
     "gpustack-1800": "images are profiled with the engine's start, and are not counted",
-    "ms-swift-3359": "55 of 79 GB; what this release keeps of logits is not known",
-    "ms-swift-3871": "88 % by arithmetic; how its engines were started is not stated",
-    "megatron-61": "85 % of the memory that the thread says was free",
-    "nemo-rl-191": "fits by arithmetic: fragmentation or a copy that is not known",
+    "ms-swift-3359": "70 % by arithmetic; what this release keeps of logits is not known",
+    "nemo-rl-191": "85 % by arithmetic at the share of the day, with the second copy of all weights that it held",
     "nemo-rl-2319": "fragmentation, and tensors that stay between steps",
-    "nemo-rl-3278": "the lengths that fill the cache are not stated",
-    "nemo-rl-3280": "an engine's pool that cannot be mapped again, with half of the GPU free by arithmetic",
-    "nemo-rl-456": "neither GPU nor log-prob batch are stated",
-    "openrlhf-332": "70 % by arithmetic; memory grew while gradients were accumulated",
+    "nemo-rl-3278": "by arithmetic the cache holds the batch, at the lengths that are published for the recipe",
+    "nemo-rl-3280": "measured: with half of the GPU free the pool could not be mapped again after 15 steps",
+    "nemo-rl-456": "90 % by arithmetic, in three copies of logits of 19 GB each; the GPU is not stated",
     "openrlhf-336": "an engine of 2024 took 3 GB more for activations than later ones report",
-    "openrlhf-392": "just below the limit: the model behind 16B is a guess",
     "openrlhf-776": "a quarter of a GPU by arithmetic; the thread does not say where it died",
     "openrlhf-911": "a reward script grew to 177 GB",
-    "prime-rl-3052": "75 % by arithmetic",
-    "slime-1951": "a scheduler of that release ignored the limit of tokens",
-    "tinyzero-107": "the critic's passes are not counted",
+    "prime-rl-3052": "74 % by arithmetic: what layers of Mamba keep is not counted; it died of 20 MB",
+    "slime-1951": "that release had no scheduler that keeps the limit of tokens: twenty times as many came",
+    "tinyzero-107": "79 % by arithmetic, 95 % at the wake-up, told as that; the thread does not say where it died",
     "verl-2820": "runs on two GPUs and not on more, unexplained in the thread",
-    "verl-2865": "93 % of a GPU beside the engine, told as that; offload and rollout are not stated",
+    "verl-2865": "99 % of a GPU beside the engine, told as that; offload and rollout are not stated",
     "verl-3364": "half of a GPU by arithmetic; batches are not stated",
-    "verl-3987": "half of a GPU by arithmetic",
+    "verl-3987": "an eighth of a GPU by arithmetic, with the tensor parallelism of 8 of its script",
     "verl-agent-95": "environments take the host's memory",
-    "verl-megatron-practice-2": "64 GB by arithmetic; a public estimator says 88",
+    "verl-megatron-practice-2": "82 % by arithmetic; 88 GB is another estimator's, and what died is not shown",
 }
 
 
@@ -86,7 +82,7 @@ def test_a_run_that_died_is_told_with_its_cause_and_its_cure_passes(file: Path, 
 
 def test_enough_of_the_reports_are_told() -> None:
     told = Counter(_case(file)["cause"] for file in DIED if file.stem not in MISSED)
-    assert sum(told.values()) >= 40
+    assert sum(told.values()) >= 60
     assert all(told[cause] >= 5 for cause in ("gpu memory", "sleep and wake", "host memory", "sizes", "kv cache"))
     assert set(MISSED) <= {file.stem for file in DIED}
 

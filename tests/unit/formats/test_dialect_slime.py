@@ -195,6 +195,8 @@ def test_estimates_get_the_run_from_the_flags(tmp_path: Path) -> None:
     assert inputs["rollout"] == {"tp": 2, "memory": 0.7, "backend": "sglang"}
     ahead = run_inputs.read(composed(tmp_path, APART).path)
     assert (ahead["mode"], ahead["gpus"], ahead["rollout_gpus"], ahead["train_batch"]) == ("async", 8, 4, 32)
+    seldom = run_inputs.read(composed(tmp_path, APART + "update_weights_interval: 2\n").path)
+    assert (seldom["sync_every"], "sync_every" in ahead) == (2, False)
 
 
 def test_costs_come_from_two_lines_for_each_step(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dialect_plans import DATA, plan_of, profile_of
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.formats.frameworks import run_inputs
 from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.frameworks.verl import Verl
 from trimtab.formats.load import load as load_file
@@ -320,6 +321,12 @@ def test_a_separate_mode_without_a_pool_for_the_rollout_says_which_keys_give_it_
     with pytest.raises(InputError) as caught:
         load("trainer.v1.trainer_mode=separate_async")
     assert "++actor_rollout_ref.rollout.nnodes=N" in str(caught.value.hint)
+
+
+def test_estimates_read_whether_idle_trainers_decode() -> None:
+    lends = "++trainer.v1.separate_async.hybrid_rollout.enable_switch=true"
+    assert run_inputs.read(DATA / "verl_sync.yaml", [*SEPARATE, lends])["lend"] is True
+    assert "lend" not in run_inputs.read(DATA / "verl_sync.yaml", [lends])
 
 
 def test_what_verl_refuses_in_separate_mode_is_said_with_the_plan() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,7 @@ def test_a_run_that_fits_has_no_finding() -> None:
         ({"rollout_memory": 0.9, "rollout_wakes_whole": True, "rollout_full_copy": True}, "wake-up"),
         ({"rollout_memory": 0.9, "rollout_full_copy": True, "shared": False, "rollout_gpus": 4}, "weight-sync"),
         ({"host_memory": 100.0}, "host-memory"),
+        ({"model": catalogue.model("qwen2.5-32b")[1], "rollout_backend": "hf"}, "trainer-generates"),
     ],
 )
 def test_every_rule_finds_its_fault(change: dict[str, object], rule: str) -> None:
@@ -204,6 +206,74 @@ def test_offload_takes_states_from_the_gpu_and_puts_them_on_the_host() -> None:
     assert before.gb - after.gb == pytest.approx(optimizer)
     hosts = [next(phase for phase in host_rules.phases(run) if phase.name == "a step").gb for run in (BASE, kept)]
     assert hosts[0] - hosts[1] == pytest.approx(8 * optimizer)
+
+
+def test_deepspeed_accumulates_gradients_beside_those_of_its_cpu_optimizer() -> None:
+    run = replace(BASE, train_backend="deepspeed", train_cpu_optimizer=True, train_gradient_bytes=4.0)
+
+    def on_host(each: RunSetup) -> float:
+        return dict(next(phase for phase in host_rules.phases(each) if phase.name == "a step").terms)["CPU optimiser"]
+
+    assert on_host(run) == pytest.approx(QWEN.parameters * 20 / 2**30)
+    assert on_host(replace(run, train_gradient_bytes=2.0)) == pytest.approx(QWEN.parameters * 18 / 2**30)
+    assert on_host(replace(run, train_backend="fsdp")) == pytest.approx(QWEN.parameters * 16 / 2**30)
+
+
+def test_generation_by_the_trainer_gathers_all_weights_only_where_they_are_sharded() -> None:
+    model = catalogue.model("qwen2.5-32b")[1]
+    run = replace(BASE, model=model, rollout_backend="hf")
+    assert "trainer-generates" in rules(check(run))
+    assert "trainer-generates" not in rules(check(replace(run, train_zero=2)))
+    assert "trainer-generates" not in rules(check(replace(BASE, model=model)))
+
+
+@pytest.mark.parametrize(("more", "size"), [("", 10.0), ("tensor_parallel_size: 2", 14.0), ("chunk", 6.0)])
+def test_log_probs_of_nemo_rl_hold_logits_in_fp32_unless_they_go_in_chunks(
+    more: str, size: float, tmp_path: Path
+) -> None:
+    split = more if ":" in more else "tensor_parallel_size: 1"
+    chunk = "logprob_chunk_size: 1024, " if more == "chunk" else ""
+    config = tmp_path / "recipe.yaml"
+    config.write_text(
+        f"grpo: {{num_prompts_per_step: 64, num_generations_per_prompt: 8}}\n"
+        f"policy: {{model_name: Qwen/Qwen2.5-7B, {chunk}logprob_batch_size: 1, max_total_sequence_length: 4096, "
+        f"dtensor_cfg: {{enabled: true, {split}}}, generation: {{backend: vllm}}}}\n"
+        "cluster: {num_nodes: 1, gpus_per_node: 8}\n"
+    )
+    setup = check_settings.read(config, [], {"gpu": "h100"})
+    logits = dict(gpu_memory.working(setup, QWEN, 4096, training=False))["logits"]
+    assert logits == pytest.approx(size * 4096 * QWEN.vocabulary / setup.train_tp / 2**30)
+
+
+@pytest.mark.parametrize(("version", "words", "size"), [("0.5.3", [], 4.0), ("", [], 2.0), ("", ["fp32"], 4.0)])
+def test_openrlhf_accumulates_gradients_as_its_release_and_config_say(
+    version: str, words: list[str], size: float, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("{actor: {model_name_or_path: Qwen/Qwen2.5-7B}, vllm: {num_engines: 1}, ds: {zero_stage: 3}}\n")
+    overrides = [f"++ds.grad_accum_dtype={word}" for word in words]
+    setup = check_settings.read(config, overrides, {"gpu": "h100", "version": version})
+    assert setup.train_gradient_bytes == size
+
+
+def test_of_verls_other_trainers_memory_only_warns() -> None:
+    file = Path(__file__).parents[3] / "examples" / "check" / "grpo-dies.yaml"
+    veomni = check_settings.read(file, ["++actor_rollout_ref.actor.strategy=veomni"], {"gpu": "a100-80"})
+    assert veomni.in_part
+    assert not check_settings.read(file, [], {"gpu": "a100-80"}).in_part
+    assert {finding.rule for finding in check(veomni).errors} == {"rollout-heads"}
+
+
+def test_megatrons_buffers_of_gradients_stay_beside_an_engine_where_its_weights_do() -> None:
+    kept = replace(BASE, train_backend="megatron", train_tp=2, train_offload_weights=False)
+    sizes = [
+        {phase.name: dict(phase.terms).get("trainer's gradients", 0.0) for phase in gpu_memory.phases(run)}
+        for run in (kept, replace(kept, train_offload_weights=True), replace(kept, train_backend="fsdp", train_tp=1))
+    ]
+    held = gpu_memory.states(kept, QWEN).gradients
+    assert sizes[0] == {"generate": held, "wake with both weights": held, "log-probs": held, "update": 0.0}
+    assert not any(sizes[1].values())
+    assert not any(sizes[2].values())
 
 
 def test_preemption_costs_time_and_less_with_more_room() -> None:

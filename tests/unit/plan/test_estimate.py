@@ -14,7 +14,7 @@ from trimtab.formats import catalogue
 from trimtab.plan.estimate.answer import estimate
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.estimate.lengths import Lengths
-from trimtab.plan.estimate.memory import MemorySettings, adapter_parameters
+from trimtab.plan.estimate.memory import MemorySettings, adapter_parameters, unfused_gb
 from trimtab.plan.estimate.memory import estimate as memory_estimate
 from trimtab.plan.estimate.serving import EngineReplica, decode_work, prefill_seconds, rollout_seconds, slots_of
 from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
@@ -227,6 +227,22 @@ def test_memory_is_told_for_every_phase_with_both_sets_of_weights() -> None:
     assert phases["generate"].gb == pytest.approx(80 * 0.6 + dict(phases["generate"].terms)["process"])
     assert all(phase.high_gb >= phase.gb for phase in phases.values())
     assert "wake with both weights" not in {phase.name for phase in estimate(apart(), C).phases}
+
+
+def test_the_stated_high_has_the_scores_of_heads_that_no_fused_kernel_may_have() -> None:
+    gemma, narrow = catalogue.model("gemma-4-e2b")[1], catalogue.model("gemma-2-2b")[1]
+    assert (gemma.widest_head, narrow.widest_head) == (512, 256)
+    assert unfused_gb(gemma, 8, 4096) == pytest.approx(16 * 8 * 8 * 4096**2 / 2**30)
+    assert unfused_gb(narrow, 8, 4096) == 0
+    wide = run(model=gemma, trainer=Trainer(gemma, H100, 16, recompute=False, micro_tokens=8192))
+    update = next(phase for phase in estimate(wide, C).phases if phase.name == "update")
+    assert update.residue_gb == pytest.approx(C.residue_gb + unfused_gb(gemma, 8192 / 4096, 4096))
+
+
+def test_lent_gpus_hold_an_engine_beside_a_trainer_that_sleeps() -> None:
+    lent, kept = ({phase.name: phase for phase in estimate(apart(lend=each), C).phases} for each in (True, False))
+    assert set(lent) - set(kept) == {"wake with both weights"}
+    assert (lent["generate"].residue_gb, kept["generate"].residue_gb) == (C.residue_gb, 0)
 
 
 def test_adapters_need_no_gradients_of_the_frozen_weights() -> None:

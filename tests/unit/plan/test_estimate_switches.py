@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from trimtab.core.errors import InputError
 from trimtab.formats import catalogue
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.estimate.lengths import Lengths
+from trimtab.plan.estimate.phases import phases
 from trimtab.plan.estimate.serving import EngineReplica, step_seconds
-from trimtab.plan.estimate.step import RunInputs, refit_seconds
+from trimtab.plan.estimate.step import RunInputs, refit_seconds, step_time
 from trimtab.plan.estimate.training import Trainer
 from trimtab.plan.estimate.what_if import SWITCHES, changed, what_if
 
@@ -65,6 +67,56 @@ def test_asynchrony_takes_the_split_that_is_given_or_the_fastest() -> None:
     assert (given.rollout_gpus, given.staleness, given.mode) == (12, 2.0, "async")
     assert what_if(run(), "async:1", C).after.seconds <= what_if(run(), "async:1:12", C).after.seconds
     assert fastest.trainer.gpus + fastest.rollout_gpus == 16
+
+
+def lent_by_hand(run: RunInputs) -> float:
+    """Seconds of a generation: a fluid that flows at one rate, and faster while trainers have nothing to do."""
+    alone = step_time(run, C)
+    trains = sum(stage.seconds for stage in alone.stages if not stage.beside and stage.name != "refit")
+    everywhere = step_time(replace(run, rollout_gpus=run.gpus), C).stage("generate")
+    shared = step_time(replace(run, rollout_gpus=0, mode="sync", gpus=run.trainer.gpus), C)
+    joined = trains + shared.stage("switch") + shared.stage("refit")
+    done, now, step = 0.0, 0.0, 0.01
+    while done < 1:
+        done += step / (alone.stage("generate") if now < joined else everywhere)
+        now += step
+    return now
+
+
+def test_idle_trainers_decode_from_the_end_of_training_less_the_switch() -> None:
+    waits = replace(changed(run(), "async:1:4", C)[0], partial=True)
+    found = what_if(waits, "lend", C)
+    assert found.speedup > 1.2
+    assert found.after.stage("generate") == pytest.approx(lent_by_hand(waits), rel=1e-3)
+    assert found.after.stage("update") == found.before.stage("update")
+    assert {phase.name for phase in phases(found.run, C)[0]} >= {"wake with both weights"}
+
+
+def test_lending_gains_nothing_where_training_lasts_longer_or_the_switch_does() -> None:
+    trains = replace(changed(run(), "async:1:12", C)[0], partial=True)
+    assert what_if(trains, "lend", C).speedup == pytest.approx(1)
+    slow = replace(C, host_share=1e-4)
+    waits = replace(changed(run(), "async:1:4", C)[0], partial=True)
+    assert step_time(replace(waits, lend=True), slow).seconds == pytest.approx(step_time(waits, slow).seconds)
+
+
+def test_trainers_that_wait_for_new_samples_lend_longer() -> None:
+    """On-policy samples are waited for from the start: all of that time but the switch is lent."""
+    waits = replace(changed(run(), "async:0:4", C)[0], staleness=0.0)
+    found = what_if(waits, "lend", C)
+    assert found.before.seconds > found.after.seconds > found.after.stage("generate")
+    everywhere = step_time(replace(waits, rollout_gpus=16), C).stage("generate")
+    assert found.after.stage("generate") > everywhere
+
+
+def test_weights_that_are_sent_every_fourth_step_cost_a_quarter() -> None:
+    ahead = changed(run(), "async:1:8", C)[0]
+    found = what_if(ahead, "sync-every:4", C)
+    assert found.stage_speedup("refit") == pytest.approx(4)
+    assert found.run.staleness == 3
+    assert what_if(run(), "sync-every:4+async:1:8", C).run == found.run
+    with pytest.raises(InputError, match="synchronous"):
+        what_if(run(), "sync-every:2", C)
 
 
 def test_adapters_move_and_multiply_less() -> None:

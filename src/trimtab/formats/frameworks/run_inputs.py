@@ -24,6 +24,7 @@ from trimtab.formats.launch.read import composed_launch, is_launch
 from trimtab.formats.load import refuse_non_rl, refuse_purpose
 
 Inputs = dict[str, Any]
+LENDS = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
@@ -118,6 +119,7 @@ def _verl(reader: ConfigReader) -> Inputs:
         "rollout_gpus": apart,
         "mode": {"sync": None, "colocate_async": "colocate-async"}.get(mode, "async"),
         "partial": True if mode == "separate_async" else reader.get("async_training.partial_rollout"),
+        "lend": reader.get(LENDS) if mode == "separate_async" else None,
         "staleness": _number(reader, "async_training.staleness_threshold"),
         "old_log_probs": False if mode == "fully_async" else None,  # by default it takes the engines'
         "algorithm": "ppo" if adv == "gae" else adv,

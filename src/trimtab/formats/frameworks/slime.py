@@ -174,7 +174,8 @@ class Slime(pools.TrainerAndEngines):
             "gpus": max(trainer, rollout) if shared else trainer + rollout,
             "rollout_gpus": None if shared else rollout,
             "mode": "async" if _starts_async(reader) else recycled if shared else "separate",
-            "staleness": counted("update_weights_interval") if _starts_async(reader) else None,
+            "staleness": (every := counted("update_weights_interval") if _starts_async(reader) else None),
+            "sync_every": every,
             "partial": reader.get("partial_rollout") or _generates_on(reader) or None,
             "algorithm": "gspo" if without_reference else estimator,  # the same passes
             "samples": samples,

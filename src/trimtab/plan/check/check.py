@@ -68,7 +68,7 @@ def _unchecked(run: RunSetup, *, broken: bool) -> Iterator[str]:
         yield "memory: the parallel sizes make no layout"
         return
     if run.in_part:
-        yield f"memory, in full: of {run.framework}'s configs the sizes are read, so that findings of memory only warn"
+        yield f"memory, in full: of such configs of {run.framework} the sizes are read: findings of memory only warn"
     if run.model is None:
         yield f"heads, layers and memory: the model {run.model_name or 'is not stated'} is not known; give --model"
     if run.gpu is None:

@@ -178,10 +178,13 @@ def phases(run: RunSetup) -> Iterator[Phase]:
     context = context_gb(gpu, CONSTANTS) * (1.0 if run.shared else 0.6)
     kept = states(run, model)
     reference, critic = companions(run, model)
+    # Megatron's buffers of gradients stay where its weights do.
+    buffers = kept.gradients if run.train_backend == "megatron" and not run.train_offload_weights else 0.0
     beside = [("reference", reference), ("critic", critic)]
     parked = [
         ("trainer's weights", 0.0 if run.train_offload_weights else kept.weights),
         ("trainer's optimiser", 0.0 if run.train_offload_optimizer else kept.optimizer),
+        ("trainer's gradients", buffers),
     ]
     share = engine_share(run, gpu)
     graphs = 0.0 if run.rollout_eager else GRAPHS_GB
@@ -190,6 +193,9 @@ def phases(run: RunSetup) -> Iterator[Phase]:
         others = [*parked, *beside, ("process", context)] if run.shared else [("process", 0.5)]
         yield Phase("generate", stated([*own, *others]), limit, spread)
     full = 2.0 * model.parameters / GB
+    if run.rollout_backend == "hf" and run.train_zero >= 3:
+        terms = [("all weights", full), ("weights", kept.weights), ("gradients", kept.gradients), parked[1]]
+        yield Phase("generate in the trainer", stated([*terms, *beside, ("process", context)]), limit, spread)
     if run.rollout_memory and run.rollout_full_copy and not run.shared:
         terms = [("engine's share", share), ("graphs", graphs), ("a copy of all weights", full)]
         yield Phase("weight sync", stated(terms), limit, spread)
@@ -205,7 +211,7 @@ def phases(run: RunSetup) -> Iterator[Phase]:
                     ("engine", woken + graphs),
                     ("trainer's weights", loaded),
                     ("bucket", max(BUCKET_GB, 2 * 2.0 * model.embedding / GB if run.train_zero >= 3 else 0.0)),
-                    ("trainer's optimiser", parked[1][1]),
+                    *parked[1:],
                     *beside,
                     ("process", context),
                 ]
@@ -216,7 +222,7 @@ def phases(run: RunSetup) -> Iterator[Phase]:
     fixed = [*beside, *asleep, ("process", context)]
     tokens = run.forward_tokens
     if tokens:
-        terms = [("weights", kept.weights), ("gathered layers", kept.gathered), ("optimiser", parked[1][1])]
+        terms = [("weights", kept.weights), ("gathered layers", kept.gathered), *parked[1:]]
         yield Phase("log-probs", stated([*terms, *working(run, model, tokens, training=False), *fixed]), limit, spread)
     tokens = run.update_tokens
     if tokens:

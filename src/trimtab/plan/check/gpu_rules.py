@@ -71,6 +71,11 @@ PHASES: Mapping[str, tuple[str, tuple[Change, ...], tuple[str, ...]]] = {
         ("rollout_memory", "rollout_tp", "train_offload_optimizer"),
     ),
     "weight sync": ("a weight sync into an engine that holds its share", ENGINE, ("rollout_memory",)),
+    "generate in the trainer": (
+        "generation by the trainer, which gathers all weights on each GPU,",
+        (Change(cures.flag("rollout_backend", "vllm"), cures.free("an engine's share of memory")), *SPLIT),
+        ("rollout_backend",),
+    ),
     "log-probs": ("the pass for log-probs", FORWARD, ("logprob_batch", "logprob_tokens")),
     "update": ("the update", UPDATE, ("micro_batch", "micro_tokens")),
 }
@@ -104,6 +109,7 @@ RULES = tuple(
     for name, cause, phase, source in (
         ("gpu-update", GPU, "update", "verl-project/verl#328"),
         ("gpu-logprobs", GPU, "log-probs", "THUDM/slime#381"),
+        ("trainer-generates", GPU, "generate in the trainer", "modelscope/ms-swift#3871"),
         ("engine-beside-trainer", WAKE, "generate", "vllm-project/vllm v1/worker/gpu_worker.py"),
         ("wake-up", WAKE, "wake with both weights", "vllm-project/vllm#15254"),
         ("weight-sync", WAKE, "weight sync", "huggingface/trl#2927"),

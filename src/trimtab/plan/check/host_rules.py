@@ -24,7 +24,7 @@ SYSTEM_GB = 12.0
 PINNED = 4 / 3
 """PyTorch rounds a pinned buffer up to a power of two: a third more on average."""
 CPU_ADAM_BYTES = 16.0
-"""fp32 weight, gradient and two moments."""
+"""fp32 weight, gradient and two moments; DeepSpeed accumulates gradients beside them."""
 TOKEN_BYTES, BATCH_COPIES = 64.0, 3
 """Of a padded sample: eight columns of 8 bytes; in the object store, in the driver and in a worker."""
 LOADED_BYTES = 2.0
@@ -83,7 +83,8 @@ def _states(run: RunSetup, model: Architecture, trainers: int) -> list[tuple[str
     critics = 1 + run.critic
     pinned = PINNED if run.train_backend == "megatron" else 1.0
     parameters = model.parameters / run.shards * trainers
-    cpu = CPU_ADAM_BYTES * pinned * parameters / GB if run.train_cpu_optimizer else 0.0
+    each = CPU_ADAM_BYTES + (run.train_gradient_bytes if run.train_backend == "deepspeed" else 0.0)
+    cpu = each * pinned * parameters / GB if run.train_cpu_optimizer else 0.0
     bare = 2.0 * model.parameters / max(1, run.train_gpus) * trainers / GB
     reference = bare if run.reference and run.reference_offload and not run.train_lora else 0.0
     return [

@@ -21,6 +21,11 @@ ADAPTER_BYTES = 16
 PROCESS_GB = 1.5
 """CUDA context (0.6 GB on an H200) and the buffers of the communication library, per process and GPU."""
 
+FUSED_HEAD = 256
+"""The widest heads that FlashAttention has kernels for."""
+SCORE_BYTES = 16
+"""Of an attention score in a backward pass without a fused kernel, as measured with heads of 512 values."""
+
 LOGIT_BYTES_TRAINING = 12
 """Per token and vocabulary entry: bf16 and fp32, each with its gradient, as a plain cross-entropy keeps them."""
 LOGIT_BYTES_FORWARD = 6
@@ -165,6 +170,13 @@ def adapter_parameters(model: Architecture, rank: int, *, attention_only: bool =
     attention = 2 * (model.hidden + query) + 2 * (model.hidden + key_value)
     mlp = 0 if attention_only else 3 * (model.hidden + model.mlp_width)
     return rank * (model.attention_layers * attention + model.layers * mlp)
+
+
+def unfused_gb(model: Architecture, sequences: float, length: float) -> float:
+    """What a layer's attention scores may take: other kernels than FlashAttention's exist, not in each release."""
+    if model.widest_head <= FUSED_HEAD:
+        return 0.0
+    return SCORE_BYTES * model.heads * sequences * length**2 / GB
 
 
 def _adapted(model: Architecture, run: MemorySettings) -> MemoryNeed:

@@ -29,7 +29,7 @@ class Phase:
     gpu_gb: float
     spread: float
     residue_gb: float = 0.0
-    """That the other component of shared GPUs may leave behind when it sleeps."""
+    """That may come on top: left behind by what sleeps on shared GPUs, and of attention without a fused kernel."""
 
     @property
     def gb(self) -> float:
@@ -81,7 +81,7 @@ def phases(run: RunInputs, c: Constants, offload: str = "all") -> tuple[tuple[Ph
     settings = trainer_settings(run, c, offload)
     trainer, _, inference = memory.estimate(run.model, replace(settings, rollout_tp=1))
     room = run.gpu.memory_gb
-    shared = not run.rollout_gpus
+    shared = not run.rollout_gpus or run.lend
     parked = ("trainer, parked", trainer.resident_gb - settings.process_gb)
     asleep = ("engine, asleep", 0.0)  # its context is in the process's term
     terms = _engine_terms(run.engine, run.memory_fraction, c)
@@ -92,9 +92,11 @@ def phases(run: RunInputs, c: Constants, offload: str = "all") -> tuple[tuple[Ph
     if run.judge:
         own = _engine_terms(run.judge, SEPARATE_FRACTION, c)
         found.append(Phase("judge", own, run.judge.gpu.memory_gb, c.engine_memory_error))
+    longest = run.lengths.longest
+    unfused = memory.unfused_gb(run.model, settings.sequence_length / longest, longest) / settings.tp
     for name, need in (("log-probs", inference), ("update", trainer)):
         sizes = tuple((term.name, term.gb) for term in need.active)
-        found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room, c.memory_error, residue))
+        found.append(Phase(name, (*sizes, *((asleep,) if shared else ())), room, c.memory_error, residue + unfused))
     if shared:
         kept = next((term.gb for term in trainer.active if term.name == "weights"), 0.0)
         woken = (("engine's weights", weights), ("trainer's weights", kept), ("process", context), parked)

@@ -62,6 +62,10 @@ class RunInputs:
     mode: str = "sync"
     staleness: float = 1.0
     partial: bool = False
+    lend: bool = False
+    """Trainer GPUs that have nothing to train on decode too, where both sides have one GPU kind."""
+    sync_every: float = 1.0
+    """Steps from one weight sync to the next."""
     passes: tuple[str, ...] = ("old", "reference")
     epochs: int = 1
     memory_fraction: float = SHARED_FRACTION
@@ -122,18 +126,17 @@ def step_time(run: RunInputs, c: Constants) -> StepTime:
     passes = _passes(run, c)
     shared = not run.rollout_gpus
     sent = refit_seconds(run.model, run.engine, run.transport, c, shared=shared, trainers=run.trainer.gpus)
-    refit = Stage("refit", sent, "link")
+    refit = Stage("refit", sent / run.sync_every, "link")
     tokens = run.samples * run.lengths.mean
     rest = Stage("rest", c.fixed_s + run.decoded * c.sample_ms * 1e-3 + tokens * c.token_us * 1e-6, "host")
     beside = bool(run.rollout_gpus) and run.mode != "sync"
     waits = 0.0 if run.partial or not beside else max(0.0, 1.0 - run.staleness)
     judged = [replace(_judge(run, run.judge, generate.seconds, c), beside=beside, waits=waits)] if run.judge else []
+    if beside and run.lend and run.engine.gpu == run.gpu:
+        generate = _lent(run, generate, waits, sum(stage.seconds for stage in (*passes, rest)), c)
     stages = [replace(generate, beside=beside, waits=waits), *judged, *passes, refit, rest]
     if not run.rollout_gpus:
-        # bf16 weights, fp32 copy and two moments; frozen weights have the first only.
-        held = weight_bytes(run.model, "bf16") * (1 if run.trainer.lora_rank else 7) / run.gpus
-        switch = Stage("switch", 2 * held / (run.gpu.host_gbs * 1e9 * c.host_share), "host link")
-        stages.append(switch)
+        stages.append(Stage("switch", _switch_seconds(run, c), "host link"))
     length = run.lengths.squares
     flops = 3 * run.epochs * tokens * run.model.forward_flops(length)
     scaled = tuple(replace(stage, seconds=stage.seconds * factor) for stage in stages)
@@ -168,6 +171,32 @@ def _generate(run: RunInputs, c: Constants) -> tuple[Stage, float, float]:
         tools = tools * run.decoded / (engines * max(1.0, concurrent))
     limited = "bandwidth and the longest answers" if slots >= run.decoded / engines else limit
     return Stage("generate", seconds + tools + run.judge_seconds, limited), slots, concurrent
+
+
+def _switch_seconds(run: RunInputs, c: Constants) -> float:
+    """From training to decoding on the trainer's GPUs, and back: bf16 weights, fp32 copy and two moments are moved.
+
+    Frozen weights have the first only.
+    """
+    held = weight_bytes(run.model, "bf16") * (1 if run.trainer.lora_rank else 7) / run.trainer.gpus
+    return 2 * held / (run.gpu.host_gbs * 1e9 * c.host_share)
+
+
+def _lent(run: RunInputs, alone: Stage, waits: float, trains: float, c: Constants) -> Stage:
+    """Generation with the trainer's GPUs, which decode from the end of training, less the switch, to the next batch.
+
+    In x seconds the trainer has nothing to do for x - trains, or for waits * x where it waits for samples of the new
+    weights. Decoding is at the rate of its own GPUs, and in that time, less the switch, of all: x is solved for.
+    """
+    everywhere = _generate(replace(run, rollout_gpus=run.gpus), c)[0].seconds
+    there = refit_seconds(run.model, run.engine, run.transport, c, shared=True) + _switch_seconds(run, c)
+    more = 1 / everywhere - 1 / alone.seconds  # the share of a batch that lent GPUs decode in a second
+    if more <= 0:
+        return alone
+    lent = min(everywhere * (1 + (trains + there) * more), (1 + there * more) / (1 / alone.seconds + waits * more))
+    if lent >= alone.seconds:
+        return alone
+    return replace(alone, seconds=lent, limit=f"{alone.limit}, with lent GPUs")
 
 
 def _judge(run: RunInputs, engine: EngineReplica, generate: float, c: Constants) -> Stage:

@@ -17,6 +17,8 @@ from trimtab.plan.estimate.step import SEPARATE_FRACTION, RunInputs, StepTime, s
 
 ACCEPTED, DRAFTED = 0.6, 3.0
 LORA_RANK = 16.0
+LAST = ("partial", "lend", "sync-every")
+"""Switches of asynchronous runs, after the one that makes a run asynchronous."""
 
 Change = Callable[[RunInputs, Sequence[float], Constants], RunInputs]
 
@@ -87,6 +89,16 @@ def _partial(run: RunInputs, _: Sequence[float], c: Constants) -> RunInputs:
     return replace(_asynchronous(run, (1.0, 0.0), c) if run.mode == "sync" else run, partial=True)
 
 
+def _lend(run: RunInputs, _: Sequence[float], c: Constants) -> RunInputs:
+    return replace(_asynchronous(run, (1.0, 0.0), c) if run.mode == "sync" else run, lend=True)
+
+
+def _sync_every(run: RunInputs, numbers: Sequence[float], c: Constants) -> RunInputs:
+    if run.mode == "sync":
+        raise InputError("a synchronous run sends weights in each step", where="--what-if", hint="write async:1+...")
+    return replace(run, sync_every=numbers[0], staleness=max(run.staleness, numbers[0] - 1))
+
+
 def _on_shared_gpus(run: RunInputs, numbers: Sequence[float], c: Constants) -> RunInputs:
     if run.rollout_gpus:
         raise InputError("rollout has GPUs of its own in this run", where="--what-if", hint="write async:1+partial")
@@ -130,6 +142,16 @@ SWITCHES: Mapping[str, Switch] = {
         (("staleness", 1.0, 0.0, 64.0),),
     ),
     "partial": Switch(_partial, "with async, which it turns on: pays where the longest answers hold a step up"),
+    "lend": Switch(
+        _lend,
+        "with async, which it turns on: pays where trainers wait for samples longer than two switches take; "
+        "the trainer's GPUs hold an engine too",
+    ),
+    "sync-every": Switch(
+        _sync_every,
+        "with async: pays where weight syncs are a large part of a step, as with small models; samples are older",
+        (("steps", 2.0, 1.0, 64.0),),
+    ),
     "lora": Switch(
         lambda run, numbers, _: replace(run, trainer=replace(run.trainer, lora_rank=int(numbers[0]))),
         "less memory, one of three products less in an update; rollout stays",
@@ -146,7 +168,7 @@ SWITCHES: Mapping[str, Switch] = {
 def changed(run: RunInputs, text: str, c: Constants) -> tuple[RunInputs, tuple[str, ...]]:
     """(the run with the switches of `a:1+b`, their conditions)."""
     conditions = []
-    for part in sorted(text.split("+"), key=lambda part: part.strip() == "partial"):
+    for part in sorted(text.split("+"), key=lambda part: part.strip().split(":")[0] in LAST):
         name, *given = part.strip().split(":")
         if name not in SWITCHES:
             raise unknown(name, SWITCHES, where="--what-if", what="unknown switch {}")
