@@ -298,6 +298,19 @@ def test_whatever_happens_to_nodes_and_members_the_truths_hold():
     assert not short, f"too little of {short}"
 
 
+def test_members_of_a_node_that_came_back_smaller_are_not_too_many_before_their_loss_is_known():
+    fate = Fate()
+    fate.begin(
+        spec=ElasticSpec("g", Resources.of(gpu=1), restarts=0, handover_s=0.0, health_every_s=0.0, wait_s=50.0),
+        policy=NodePolicy(),
+        sizes=[2, 1],
+    )
+    fate.lose(at=0, what="stop")
+    fate.join(at=0, gpus=1, kind="H100", named=False, outside=0)
+    fate.drain(at=0, by_ray=False, seconds=None)
+    fate.teardown()
+
+
 @pytest.mark.long
 def test_whatever_happens_to_nodes_and_members_the_truths_hold_for_long():
     go(3_600)

@@ -399,6 +399,28 @@ def test_whatever_happens_the_truths_hold():
     assert counted["echoes"] >= 40
 
 
+def test_an_idle_slot_that_is_claimed_while_it_is_withheld_for_another_task_is_not_idle_again():
+    fate = Fate()
+    fate.begin(
+        sizes=[2, 4, 4],
+        first=pool("p", Resources.of(gpu=6, cpu=40), reuse=True, return_preempts=True, wait_s=1e5, starvation_timeout_s=0.0),
+        second=pool("q", Resources.of(gpu=3, cpu=40), reserved=(gpus(1),), reuse=False, wait_s=1e5, starvation_timeout_s=0.0),
+        rules=policy(None, same_pool=True, same_pool_gap=0.5, label_gap=0.1, cross_pool=True, cross_pool_gap=5.0),
+        crowd=9,
+    )
+    fate.change_node(at=2, count=2, outside=0, what="lose")
+    fate.submit_urgent(into="q", size=1.0)
+    fate.change_node(at=0, count=2, outside=0, what="join")
+    fate.submit_urgent(into="q", size=1.0)
+    fate.ask(at=999, what=news.CompleteRequested)
+    fate.change_node(at=3, count=4, outside=0, what="join")
+    fate.carry_all(kinds=(RemovePlacementGroup, ParkTask, UnparkTask))
+    fate.carry_all(kinds=())
+    fate.change_node(at=3, count=2, outside=0, what="join")
+    fate.submit_urgent(into="p", size=4.0)
+    fate.teardown()
+
+
 @pytest.mark.long
 def test_whatever_happens_the_truths_hold_for_long():
     go(6_000)

@@ -16,6 +16,7 @@ from trimtab.machines.elastic.explain import draining_reason, node_text
 from trimtab.machines.elastic.state import (
     LIVE,
     OVER,
+    UP,
     ElasticMember,
     ElasticState,
     LeaveCause,
@@ -28,7 +29,6 @@ from trimtab.model.nodes import MemberState, NodeState
 MAX_STORIES = 200
 GRACE_S = 30.0  # beyond a deadline that the runtime enforces itself
 STOP_TIMEOUT_S = 60.0  # until an unconfirmed StopMember is issued again
-UP = (MemberState.ready, MemberState.working)
 FATAL_WEIGHT = 3  # restarts that a fatal start failure counts for
 
 

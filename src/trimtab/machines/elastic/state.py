@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ class ElasticPhase(str, enum.Enum):
 
 
 OVER = (ElasticPhase.given_up, ElasticPhase.closed)
+UP = (MemberState.ready, MemberState.working)
 LIVE = tuple(state for state in MemberState if state is not MemberState.gone)
 
 
@@ -143,21 +145,28 @@ def units_on(node: NodeView, unit: Resources) -> int:
 class MemberCapacity(Frozen):
     """Capacity of nodes for members; computed once per NodesChanged."""
 
-    ready: int  # members that fit on usable nodes
+    ready: dict[str, int]  # usable nodes, and how many members fit on each
+    total: int  # of them
     silent: tuple[tuple[str, int], ...]  # suspect nodes, and how many members fit on each
     draining: frozenset[str]
 
     def capacity(self, members: dict[str, ElasticMember]) -> int:
-        """How many members fit. A silent node counts while it holds members."""
-        if not self.silent:
-            return self.ready
-        holding = {member.node for member in members.values() if member.state is not MemberState.gone}
-        return self.ready + sum(units for node, units in self.silent if node in holding)
+        """How many members fit. A silent node counts while it holds members.
+
+        Members that run on a node fit there, also where it came back smaller and their loss is not known yet.
+        """
+        holding = Counter(member.node for member in members.values() if member.state is not MemberState.gone)
+        silent = sum(units for node, units in self.silent if node in holding)
+        running = Counter(member.node for member in members.values() if member.state in UP)
+        beyond = sum(max(0, count - self.ready[node]) for node, count in running.items() if node in self.ready)
+        return self.total + silent + beyond
 
 
 def member_capacity(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapacity:
+    ready = {node.node: units_on(node, unit) for node in nodes if node.state is NodeState.ready}
     return MemberCapacity(
-        sum(units_on(node, unit) for node in nodes if node.state is NodeState.ready),
+        ready,
+        sum(ready.values()),
         tuple((node.node, units_on(node, unit)) for node in nodes if node.state is NodeState.suspect),
         frozenset(node.node for node in nodes if node.state is NodeState.draining),
     )

@@ -333,8 +333,8 @@ class PoolState:
             self.capacity.keep(node, part, sign)
         self.capacity.quota_kept[reserve.pool] += sign * reserve.quota
         self.pool_groups[reserve.pool].claimed_bundles += sign * reserve.slots
-        for name in reserve.groups:
-            self.set_idle(self.groups[name], sign < 0)
+        for group in (self.groups[name] for name in reserve.groups):
+            self.set_idle(group, sign < 0 and group.idle)  # it may have been claimed meanwhile
 
     def release_reserve(self, reserve: StarvationReserve) -> None:
         position = self.hints.position
