@@ -57,7 +57,7 @@ def test_one_process_killed_among_several_loses_no_request_that_has_a_key() -> N
         asked = {key: ask(key) for key in "abcdefghijkl"}
         await until_async(lambda: len(stub.running) == len(asked))
         assert scene.gateway.fronts is not None
-        os.kill(next(front.pid for front in scene.gateway.fronts.all if front._calls), signal.SIGKILL)
+        os.kill(next(front.pid for front in scene.gateway.fronts.all if front.calls), signal.SIGKILL)
         ends = dict(zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True), strict=True))
         broken = [key for key, end in ends.items() if isinstance(end, BaseException)]
         assert broken

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -184,6 +184,13 @@ class Chunk(Frozen):
     sample: Sample | None = None  # with the last chunk
 
 
+class ChunkSink(Protocol):
+    """Takes chunks, at any time, and does nothing else then: a queue, for one."""
+
+    def put_nowait(self, chunk: Chunk, /) -> None:
+        """The next one."""
+
+
 class RefusedError(UnreachableError):
     """The queue is full. Retry after `retry_after_s`."""
 
@@ -240,7 +247,7 @@ class PendingRequest:
     params: SamplingParams
     index: int
     answered: asyncio.Future[Sample]
-    chunks: asyncio.Queue[Chunk] | None = None  # set for streaming clients
+    chunks: ChunkSink | None = None  # set for streaming clients
     attempt: int = 0
     worker: str = ""
     ids: list[int] = field(default_factory=list)
