@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -64,11 +64,27 @@ class EngineCapability(str, enum.Enum):
     load = "load"  # it reports how many requests it has
 
 
+class PromptIds(Sequence[int]):
+    """Token ids as JSON, which most engines take as it is: they are read where something else needs them."""
+
+    def __init__(self, json: bytes, count: int) -> None:
+        self.json, self._count = json, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: Any) -> Any:
+        return msgspec.json.decode(self.json)[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(msgspec.json.decode(self.json))
+
+
 class GenerateRequest(Frozen):
     """One generation request to an engine: token ids in, token ids out."""
 
     id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     max_tokens: int
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -99,7 +115,8 @@ class GenerateRequest(Frozen):
 
     def fields(self) -> dict[str, Any]:
         """For engines that are objects: what to generate, not how it travels."""
-        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key", "lora", "raw")}
+        given = {**vars(self), "token_ids": tuple(self.token_ids)}
+        return {name: value for name, value in given.items() if name not in ("piece", "cache_key", "lora", "raw")}
 
     @property
     def greedy(self) -> bool:

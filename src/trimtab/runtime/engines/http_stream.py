@@ -59,7 +59,7 @@ class EngineConnections:
         self._reaper: asyncio.TimerHandle | None = None
 
     def request(self, path: str, body: Any) -> bytes:
-        data = msgspec.json.encode(body)
+        data = _encode(body)
         return (self._head % (path, len(data))).encode() + data
 
     async def connection(self) -> _Connection:
@@ -447,6 +447,7 @@ class HttpEventStream:
 
 
 _DONE = object()
+_encode = msgspec.json.Encoder(enc_hook=lambda ids: msgspec.Raw(ids.json)).encode  # of `PromptIds`
 
 
 def _last_line(data: bytes, end: int) -> tuple[bytes, int]:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
+from trimtab.runtime.engines.engine import PromptIds
 from trimtab.runtime.gateway.exchange import Refusal
 from trimtab.runtime.gateway.fields import RequestTerms
 from trimtab.runtime.gateway.serving import GenerationCall
@@ -38,7 +39,7 @@ class LinkUp(LinkMessage):
 class LinkCall(LinkMessage):
     """A generation call. `how` has its parameters and terms: those of many calls are alike, and are read once."""
 
-    prompts: list[tuple[int, ...]]
+    prompts: list[tuple[bytes, int]]  # as JSON, and how many ids
     how: bytes
     stream: bool
     id: str
@@ -50,12 +51,14 @@ class LinkCall(LinkMessage):
     def of(cls, number: int, call: GenerationCall) -> LinkCall:
         how = msgspec.msgpack.encode((call.params, call.terms))
         forward = None if call.forward is None else (call.forward[0], dict(call.forward[1]))
-        return cls(number, call.prompts, how, call.stream, call.id, call.created, forward, call.raw)
+        prompts = [(msgspec.json.encode(prompt), len(prompt)) for prompt in call.prompts]
+        return cls(number, prompts, how, call.stream, call.id, call.created, forward, call.raw)
 
     def call(self) -> GenerationCall:
         read = _read_how if len(self.how) <= _ALIKE_BYTES else _read_how.__wrapped__
         params, terms = read(self.how)
-        return GenerationCall(self.prompts, params, terms, self.stream, self.id, self.created, self.forward, self.raw)
+        prompts = [PromptIds(*prompt) for prompt in self.prompts]
+        return GenerationCall(prompts, params, terms, self.stream, self.id, self.created, self.forward, self.raw)
 
 
 @functools.lru_cache(maxsize=256)

@@ -50,7 +50,7 @@ def new_id() -> str:
 class GenerationCall:
     """Prompts to be answered. Answers are numbered over all prompts: see `number`."""
 
-    prompts: list[tuple[int, ...]]
+    prompts: Sequence[Sequence[int]]
     params: list[SamplingParams]  # per prompt
     terms: RequestTerms = DEFAULT_TERMS
     stream: bool = False

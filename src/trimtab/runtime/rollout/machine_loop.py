@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -105,7 +105,7 @@ class RolloutCore:
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
     background: Background = field(default_factory=lambda: Background(prefix="rollout"))
-    probe_token: int = 1  # a token id that the engines know
+    known_ids: Sequence[int] = (1,)  # token ids that the engines know
     closing: bool = False
 
     def __post_init__(self) -> None:

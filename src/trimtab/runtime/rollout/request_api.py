@@ -249,13 +249,13 @@ class RequestApi:
         what comes of them, the last with the sample. `checked`: the prompt has token ids and nothing else.
         """
         self._require_running()
-        ids = tuple(prompt) if checked and prompt else checked_prompt(prompt, "prompt")
+        ids = prompt if checked and prompt else checked_prompt(prompt, "prompt")
         which = range(params.n) if samples is None else samples
         return self._submit_all(ids, params, which, chunks, RequestOptions(spans=spans, **given))
 
     def _submit_all(
         self,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         params: SamplingParams,
         samples: Sequence[int],
         chunks: ChunkSink | None,
@@ -280,7 +280,7 @@ class RequestApi:
 
     def _submit(
         self,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         params: SamplingParams,
         index: int,
         chunks: ChunkSink | None,
@@ -313,7 +313,7 @@ class RequestApi:
         pending = core.pending[spec.id] = PendingRequest(
             spec, prompt, own, index, answered, chunks, forward=forward, takes_raw=raw
         )
-        core.probe_token = prompt[0] if prompt else core.probe_token
+        core.known_ids = prompt or core.known_ids
         try:
             core.handle_event(e.RequestArrived(spec))
         except BaseException:

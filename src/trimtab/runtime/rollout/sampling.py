@@ -87,7 +87,7 @@ class SamplingParams(Frozen):
     def engine_request(
         self,
         name: str,
-        token_ids: tuple[int, ...],
+        token_ids: Sequence[int],
         max_tokens: int,
         min_tokens: int,
         piece: int | None = 1,
@@ -243,7 +243,7 @@ class PendingRequest:
     """
 
     spec: RequestSpec
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams
     index: int
     answered: asyncio.Future[Sample]
