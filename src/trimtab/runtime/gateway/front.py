@@ -97,8 +97,6 @@ class LinkCallRun:
         if self._link.runs.pop(self._number, None) is not None:
             self._link.send(m.LinkCancel(self._number))
 
-    cancel = close
-
 
 class LinkTokenizer(PoolTokenizer):
     """The pool's tokenizer."""

@@ -78,6 +78,7 @@ class RelayedCall:
     def _send(self, message: m.LinkMessage, last: bool = True) -> None:
         self._link.send(message)
         if last:
+            self._run = None  # it refers to this
             self._app.serving.leave(self)
             self._calls.pop(self._number, None)
 

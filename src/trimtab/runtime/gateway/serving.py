@@ -164,9 +164,6 @@ class CallInbox:
 class CallRun(Protocol):
     """A call that was begun."""
 
-    def cancel(self) -> None:
-        """Ends what is unfinished; the answers are partial."""
-
     def close(self) -> None:
         """Ends it, and nothing more is said of it; harmless after its end."""
 
@@ -264,11 +261,11 @@ class PoolCallRun:
         if chunk.sample is not None:
             self._open -= 1
             self._left -= 1
-            if self._waiting and self._timer is None:
-                self._go_on()
-            elif not self._left:
+            if not self._left:
                 self._closed, self._submitted = True, []
         self._sink.chunk(place, chunk, self._closed)
+        if self._waiting and self._timer is None:
+            self._go_on()
 
     def _answered(self, answered: asyncio.Future[Sample]) -> None:
         if self._closed:
@@ -288,12 +285,8 @@ class PoolCallRun:
         if self._given_up:
             self._sink.failed(Refusal(503, f"stopped before {self._given_up} answers were begun", code="stopping"))
             return
-        try:
-            rows = [tuple([request.answered.result() for request in row]) for row in self._submitted]
-            self._submitted = []  # they refer to this
-        except Exception as error:
-            self._sink.failed(error)
-            return
+        rows = [tuple([request.answered.result() for request in row]) for row in self._submitted]
+        self._submitted = []  # they refer to this
         if self._call.stream:  # it went to an engine as it is, and comes whole
             self._sink.chunk(0, Chunk(0, sample=rows[0][0]), True)
         else:
