@@ -417,16 +417,9 @@ class _RawEvent(msgspec.Struct):
     error: Any = None
 
 
-class _Version(msgspec.Struct):
-    weight_version: Any = None
-
-
-class _VersionOfEvent(msgspec.Struct):
-    meta_info: _Version
-
-
 _read_raw, _read = msgspec.json.Decoder(_RawEvent).decode, msgspec.json.decode
-_read_version = msgspec.json.Decoder(_VersionOfEvent).decode
+_Version = msgspec.defstruct("_Version", [("weight_version", Any, None)])
+_read_version: Any = msgspec.json.Decoder(msgspec.defstruct("_Event", [("meta_info", _Version)])).decode
 
 
 class _SglangReader:

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.runtime.gateway import link as m
@@ -22,7 +22,7 @@ from trimtab.runtime.gateway.connection import HttpConnections
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.server import GatewayApp, run_alone
-from trimtab.runtime.gateway.serving import CallRun, CallSink, GenerationCall, GenerationTracker, OpenCall
+from trimtab.runtime.gateway.serving import CallSink, GenerationCall, GenerationTracker, OpenCall
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.http.listening import BACKLOG
@@ -136,11 +136,8 @@ class LinkTracker(GenerationTracker):
     def enter(self, exchange: OpenCall) -> None:
         exchange.closing |= self._link.state.stopping
 
-    def leave(self, exchange: OpenCall) -> None:
-        exchange.uncancellable()
-
-    def begin(self, call: GenerationCall, exchange: OpenCall, sink: CallSink) -> CallRun:
-        return LinkCallRun(self._link, call, exchange, sink)
+    def begin(self, call: GenerationCall, exchange: OpenCall, sink: CallSink) -> Callable[[], None]:
+        return LinkCallRun(self._link, call, exchange, sink).close
 
 
 class FrontApp(GatewayApp):

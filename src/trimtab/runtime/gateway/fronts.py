@@ -8,24 +8,21 @@ cancelled, but those with an Idempotency-Key go on, and their answers are kept f
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.gateway import link as m
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error
-from trimtab.runtime.gateway.serving import CallRun, samples_of
+from trimtab.runtime.gateway.serving import samples_of
 from trimtab.runtime.procs.background import NEVER_GIVE_UP
 from trimtab.runtime.rollout.sampling import Chunk, Completion
 
 if TYPE_CHECKING:
     from trimtab.runtime.gateway.server import GatewayApp
-
-log = logging.getLogger("trimtab.gateway")
 
 START_S = 60.0
 STATE_S = 0.25
@@ -53,13 +50,13 @@ class RelayedCall:
     def __init__(self, app: GatewayApp, link: m.Link, calls: dict[int, RelayedCall], message: m.LinkCall) -> None:
         self._app, self._link, self._calls = app, link, calls
         self._number = message.number
-        self._run: CallRun | None = None
+        self._close: Callable[[], None] | None = None
         call = message.call()
         self.keyed = bool(call.terms.options.key)
         calls[message.number] = self
         try:
             app.serving.enter(self)
-            self._run = app.serving.begin(call, self, self)
+            self._close = app.serving.begin(call, self, self)
         except Exception as error:
             self.failed(error)
 
@@ -73,12 +70,12 @@ class RelayedCall:
         self._send(m.LinkAnswers(self._number, completions, self.aborted))
 
     def failed(self, error: BaseException) -> None:
-        self._send(m.LinkRefusal.of(self._number, refusal_for(error)))
+        self._send(m.LinkRefusal.of(self._number, refusal_for_error(error)))
 
     def _send(self, message: m.LinkMessage, last: bool = True) -> None:
         self._link.send(message)
         if last:
-            self._run = None  # it refers to this
+            self._close = None  # it refers to this
             self._app.serving.leave(self)
             self._calls.pop(self._number, None)
 
@@ -86,23 +83,11 @@ class RelayedCall:
         """The client has left."""
         self._calls.pop(self._number, None)
         self._app.serving.leave(self)
-        if self._run is not None:
-            self._run.close()
+        if self._close is not None:
+            self._close()
 
     def abort(self, why: str) -> None:
         self._link.send(m.LinkAbort(self._number, why))
-
-    def uncancellable(self) -> None:
-        """Nothing of it is here."""
-
-
-def refusal_for(error: BaseException) -> Refusal:
-    if isinstance(error, Refusal):
-        return error
-    if isinstance(error, TrimtabError):
-        return refusal_for_error(error)
-    log.error("a call of a front process", exc_info=error)
-    return Refusal(500, f"internal error in trimtab: {type(error).__name__}", code="fault")
 
 
 class FrontProcess:

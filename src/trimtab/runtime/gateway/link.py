@@ -23,7 +23,6 @@ from trimtab.runtime.rollout.sampling import Chunk, Completion, SamplingParams
 
 HELD_BYTES = 2**28  # written and not read by the other side, which then counts as stuck
 _LENGTH = struct.Struct("<I")
-_ALIKE_BYTES = 2_048  # of parameters; larger ones, grammars for example, are not kept
 
 
 class LinkMessage(msgspec.Struct, array_like=True, tag=True):
@@ -55,13 +54,12 @@ class LinkCall(LinkMessage):
         return cls(number, prompts, how, call.stream, call.id, call.created, forward, call.raw)
 
     def call(self) -> GenerationCall:
-        read = _read_how if len(self.how) <= _ALIKE_BYTES else _read_how.__wrapped__
-        params, terms = read(self.how)
+        params, terms = _read_how(self.how)
         prompts = [PromptIds(*prompt) for prompt in self.prompts]
         return GenerationCall(prompts, params, terms, self.stream, self.id, self.created, self.forward, self.raw)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _read_how(how: bytes) -> tuple[list[SamplingParams], RequestTerms]:
     return msgspec.msgpack.decode(how, type=tuple[list[SamplingParams], RequestTerms])
 

@@ -153,19 +153,12 @@ class CallInbox:
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if isinstance(self._items[0], BaseException):
-            raise self._items[0]
         items, self._items = self._items, []
         if isinstance(items[-1], BaseException):
             self._items = [items.pop()]
+        if not items:
+            raise self._items[0]
         return items
-
-
-class CallRun(Protocol):
-    """A call that was begun."""
-
-    def close(self) -> None:
-        """Ends it, and nothing more is said of it; harmless after its end."""
 
 
 class PoolCallRun:
@@ -203,7 +196,7 @@ class PoolCallRun:
         if params.n > 1 and not options["group"]:
             options["group"] = f"{call.id}.{place}"
         if options["deadline_s"] is not None:
-            options["deadline_s"] = max(0.0, options["deadline_s"] - self._late_s())
+            options["deadline_s"] = max(0.0, options["deadline_s"] - self._loop.time() + self._began)
         chunks = _PromptChunks(self, place) if call.stream and call.forward is None else None
         if call.forward is not None:
             submitted = [pool.submit_forward(*call.forward, RequestOptions(**options))]
@@ -220,9 +213,6 @@ class PoolCallRun:
         for request in submitted:
             request.answered.add_done_callback(self._answered)
 
-    def _late_s(self) -> float:
-        return self._loop.time() - self._began
-
     def _go_on(self) -> None:
         """Submits more. The first were accepted, so a full queue is waited for until the deadline."""
         self._timer = None
@@ -230,7 +220,7 @@ class PoolCallRun:
             self._fill()
         except RefusedError as refused:
             allowed_s = self._call.terms.options.deadline_s
-            if allowed_s is not None and self._late_s() >= allowed_s:
+            if allowed_s is not None and self._loop.time() - self._began >= allowed_s:
                 self._fail(refused)
             else:
                 self._timer = self._loop.call_later(refused.retry_after_s, self._go_on)
@@ -310,6 +300,7 @@ class PoolCallRun:
             self._loop.call_soon(self._end)
 
     def close(self) -> None:
+        """Ends it, and nothing more is said of it; harmless after its end."""
         if not self._closed:
             self._closed = True
             self.cancel()
@@ -375,9 +366,6 @@ class OpenCall(Protocol):
     def abort(self, why: str) -> None:
         """Ends the response now, with what there is."""
 
-    def uncancellable(self) -> None:
-        """From now on the response is written whatever happens."""
-
 
 class GenerationTracker:
     """Open calls."""
@@ -431,35 +419,34 @@ class GenerationTracker:
         self._empty.clear()
 
     def leave(self, exchange: OpenCall) -> None:
-        exchange.uncancellable()
         self.waiting.pop(exchange, None)
         self._open.discard(exchange)
         if not self._open:
             self._empty.set()
 
-    def begin(self, call: GenerationCall, exchange: OpenCall, sink: CallSink) -> CallRun:
-        """Begins a call; raises if it is refused."""
+    def begin(self, call: GenerationCall, exchange: OpenCall, sink: CallSink) -> Callable[[], None]:
+        """Begins a call, and returns what ends it without a word; raises if it is refused."""
         assert self._pool is not None
         run = PoolCallRun(self._pool, call, self.share(), sink)
         if not call.stream:
             self.waiting[exchange] = run.cancel
-        return run
+        return run.close
 
     async def completions(self, exchange: OpenCall, call: GenerationCall) -> list[Completion]:
         """All answers of a call."""
         inbox = CallInbox()
-        run = self.begin(call, exchange, inbox)
+        close = self.begin(call, exchange, inbox)
         try:
             found: list[Completion] = (await inbox.take())[0]
             return found
         finally:
-            run.close()
+            close()
             self.waiting.pop(exchange, None)
 
     async def chunks(self, call: GenerationCall, exchange: OpenCall) -> AsyncGenerator[tuple[int, Chunk], None]:
         """Chunks of a call; closing it cancels the requests. What went to an engine as it is comes whole."""
         inbox, last = CallInbox(), False
-        run = self.begin(call, exchange, inbox)
+        close = self.begin(call, exchange, inbox)
         try:
             while not last:
                 came = await inbox.take()
@@ -468,7 +455,7 @@ class GenerationTracker:
                     for chunk in merge_chunks([one[1] for one in some]):
                         yield place, chunk
         finally:
-            run.close()
+            close()
 
     async def until_empty(self, within_s: float) -> bool:
         """Whether all open calls ended in time."""
@@ -506,10 +493,9 @@ class GenerationEndpoint:
             try:
                 await self._answer(exchange)
             finally:
+                exchange.uncancellable()
                 serving.leave(exchange)
-        except Refusal as refusal:
-            await exchange.refuse(refusal)
-        except TrimtabError as error:
+        except (Refusal, TrimtabError) as error:
             await exchange.refuse(refusal_for_error(error))
         except asyncio.CancelledError:
             if not (exchange.client_gone or exchange.abort_reason):
@@ -566,5 +552,5 @@ class GenerationEndpoint:
         except (TrimtabError, Refusal) as fault:
             if not begun:
                 raise
-            await exchange.write(form.fault(fault if isinstance(fault, Refusal) else refusal_for_error(fault)))
+            await exchange.write(form.fault(refusal_for_error(fault)))
         await exchange.write(tail + form.end(), more=False)
