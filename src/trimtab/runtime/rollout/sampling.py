@@ -363,7 +363,7 @@ class PendingRequest:
         if self.answered.done():
             return
         raw = self.raw if end in (End.stop, End.length) and self.raw is not None and self.raw.ended else None
-        if raw is None:
+        if raw is None and self.raw is not None:
             with contextlib.suppress(MalformedOutput, TypeError, ValueError, IndexError):
                 self.read()
         sample = Sample(
