@@ -141,6 +141,39 @@ def test_a_client_that_leaves_a_front_process_ends_its_request() -> None:
     play_stubs([stub], act, processes=2)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_the_pools_process_is_an_answer(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(scene: Front) -> None:
+        def submit(*given: object, **more: object) -> None:
+            raise ValueError("a surprise")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(scene.pool, "submit", submit)
+            answer = await scene.generate(4, stream=stream)
+            assert (answer.status, answer.json["error"]["code"]) == (500, "fault")
+        assert (await scene.generate(4, stream=stream)).status == 200
+        assert scene.gateway.open == 0
+        assert not scene.gateway.fronts.all[0].calls  # type: ignore[union-attr]
+
+    play_stubs([SglangStub()], act, processes=2)
+
+
+def test_several_prompts_with_several_samples_come_through_a_front_process() -> None:
+    async def act(scene: Front) -> None:
+        body = {"prompt": [PROMPT, [3, *PROMPT]], "n": 12, "max_tokens": 4, "temperature": 0}
+        whole = await scene.post("/v1/completions", body)
+        texts = [choice["text"] for choice in whole.json["choices"]]
+        assert len(texts) == 24
+        streamed = await scene.post("/v1/completions", {**body, "stream": True})
+        parts: dict[int, str] = {}
+        for event in streamed.events[:-1]:
+            for choice in event["choices"]:
+                parts[choice["index"]] = parts.get(choice["index"], "") + choice["text"]
+        assert [parts[index] for index in range(24)] == texts
+
+    play_stubs([VllmStub()], act, processes=2, limit=4, model_name="tiny")
+
+
 def test_a_stop_answers_what_is_open_and_leaves_no_process() -> None:
     stub = SglangStub()
     stub.step_s = 0.05
