@@ -46,8 +46,7 @@ WatchAddressOption = Annotated[
     str | None, Option("--address", "-a", help="Ray cluster to show, too: host:6379, or auto.")
 ]
 PlanAddressOption = Annotated[
-    str | None,
-    Option("--address", "-a", help="Ray cluster whose nodes count, not the file's: host:6379, or auto."),
+    str | None, Option("--address", "-a", help="Ray cluster whose nodes count, not the file's: host:6379, or auto.")
 ]
 NameOption = Annotated[str | None, Option("--name", "-n", help="Name of the controller, if the cluster has several.")]
 PortOption = Annotated[int | None, Option("--port", help="Port to listen on.  [default: 8270, or the next free port]")]
@@ -80,8 +79,7 @@ EngineOption = Annotated[
     str, Option("--rollout", help="Engines: tp=4,dp=1,precision=fp8,kv=fp8,memory=0.8,sequences=256.")
 ]
 TrainOption = Annotated[
-    str,
-    Option("--train", help="Training: tp=4,pp=4,cp=1,ep=8,lora=16,backend=fsdp,recompute=no,offload=all."),
+    str, Option("--train", help="Training: tp=4,pp=4,cp=1,ep=8,lora=16,backend=fsdp,recompute=no,offload=all.")
 ]
 
 

@@ -60,8 +60,7 @@ def plan(
     overrides: OverridesArgument = None,
     profile: ProfileOption = None,
     from_run: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Costs measured by the run in this folder; without FILE also its job."),
+        Path | None, Option(metavar="DIR", help="Costs measured by the run in this folder; without FILE also its job.")
     ] = None,
     model: ModelOption = None,
     gpu: GpuOption = None,

@@ -166,7 +166,8 @@ STORY_KEPT = 100  # entries of a story
 def add_story_entry(story: list[StoryEntry], entry: StoryEntry) -> None:
     """Append an entry; beyond the limit the first entry stays and the oldest after it are dropped."""
     story.append(entry)
-    del story[1 : max(1, len(story) - STORY_KEPT + 1)]
+    if len(story) > STORY_KEPT:
+        del story[1 : len(story) - STORY_KEPT + 1]
 
 
 def record(

@@ -7,16 +7,15 @@ expresses a plan in the file's own keys. Planner and command line know nothing e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.workflow import PlacementJob
 
 
-@dataclass(frozen=True)
-class PlanSettings:
+class PlanSettings(Frozen):
     """A plan in a file's own keys: dotted key to value, in display order. A value of `None` removes a key.
 
     `block` is the same as YAML text; `advice` are sentences on what keys cannot express; `words` are command-line flags
@@ -29,16 +28,14 @@ class PlanSettings:
     words: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class LaunchedScript:
+class LaunchedScript(Frozen):
     """The launch script that a job was read from; `rewritten` is its text with a plan, or raises InputError."""
 
     path: Path
     rewritten: Callable[[PlanSettings], str]
 
 
-@dataclass(frozen=True)
-class OtherMode:
+class OtherMode(Frozen):
     """A mode of a framework beside that of a config: the overrides that read the config in it.
 
     `words` are those that the framework's command line needs beside the plan's; `needs` are what no word can say.
@@ -50,8 +47,7 @@ class OtherMode:
     needs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class LoadedJob:
+class LoadedJob(Frozen):
     """A job file, read.
 
     `settings` raises InputError for a plan that the framework cannot express. `literal` tells whether a dotted key can

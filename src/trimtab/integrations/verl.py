@@ -37,11 +37,7 @@ from trimtab.core.errors import TrimtabError, UnreachableError, check_known
 from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Ranges, check_fields
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
-from trimtab.runtime.engines.engine import (
-    EngineCapability,
-    EngineState,
-    NotSupportedError,
-)
+from trimtab.runtime.engines.engine import EngineCapability, EngineState, NotSupportedError
 from trimtab.runtime.procs.background import NEVER_GIVE_UP
 from trimtab.runtime.rollout.leases import Lease
 from trimtab.runtime.rollout.pool import RolloutPool

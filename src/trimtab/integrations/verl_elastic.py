@@ -29,13 +29,7 @@ import ray
 from trimtab.core.errors import unknown
 from trimtab.core.numbers import Range
 from trimtab.core.reasons import Reason, ReasonCode, counted
-from trimtab.integrations.verl_replicas import (
-    CALL_S,
-    TrackedReplica,
-    VerlRollouter,
-    dead_servers,
-    read_settings,
-)
+from trimtab.integrations.verl_replicas import CALL_S, TrackedReplica, VerlRollouter, dead_servers, read_settings
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.cycles import Handover, TrainingCycle, plan_handover
@@ -63,11 +57,7 @@ class ElasticPolicy:
     """verl's `DynamicSchedulePolicyBase`, decided by the rollout machine."""
 
     def __init__(
-        self,
-        deactivate_ratio: float = 0.3,
-        only_hybrid: bool = False,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, deactivate_ratio: float = 0.3, only_hybrid: bool = False, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         Range(0.0, 1.0).check("dynamic_schedule_deactivate_ratio", deactivate_ratio, "async_training")
         self.lock = threading.RLock()

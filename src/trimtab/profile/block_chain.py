@@ -13,8 +13,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from trimtab.core.frozen import Frozen
 
 try:
     from trimtab.core.errors import InputError as InputError
@@ -31,8 +32,7 @@ _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-@dataclass(frozen=True)
-class BlockOutput:
+class BlockOutput(Frozen):
     """Output of a block and input of the next: the value, and side arguments that every block takes."""
 
     value: Any
@@ -41,8 +41,7 @@ class BlockOutput:
     hand_over: str = "whole"  # what the next block takes of an output: "whole", its "first" part, or all parts "spread"
 
 
-@dataclass(frozen=True)
-class BlockChain:
+class BlockChain(Frozen):
     """A model as a sequence of blocks on a device."""
 
     blocks: tuple[Any, ...]

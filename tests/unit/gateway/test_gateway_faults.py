@@ -20,7 +20,7 @@ from gateway_scenes import BEARER, PROMPT, QUICK, Front, front, play, play_stubs
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.engines.http_engine import open_session
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
-from trimtab.runtime.gateway.serving import GenerationCall, chunks_of
+from trimtab.runtime.gateway.serving import CallInbox, GenerationCall, PoolCallRun
 from trimtab.runtime.rollout.sampling import SamplingParams
 from waiting import until_async
 
@@ -270,8 +270,7 @@ def test_one_prompt_that_is_refused_ends_the_others_of_its_call() -> None:
     async def act(scene: Front) -> None:
         call = GenerationCall([(1,), ()], [SamplingParams(max_tokens=2000)] * 2)
         with pytest.raises(Exception, match="no tokens"):
-            async for _ in chunks_of(scene.pool, call, 16):
-                pass
+            PoolCallRun(scene.pool, call, 16, CallInbox())
         assert not scene.pool._core.machine.requests()
 
     play_stubs([stub], act, model_name="tiny")

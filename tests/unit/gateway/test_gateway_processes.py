@@ -57,7 +57,7 @@ def test_one_process_killed_among_several_loses_no_request_that_has_a_key() -> N
         asked = {key: ask(key) for key in "abcdefghijkl"}
         await until_async(lambda: len(stub.running) == len(asked))
         assert scene.gateway.fronts is not None
-        os.kill(next(front.pid for front in scene.gateway.fronts.all if front._calls), signal.SIGKILL)
+        os.kill(next(front.pid for front in scene.gateway.fronts.all if front.calls), signal.SIGKILL)
         ends = dict(zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True), strict=True))
         broken = [key for key, end in ends.items() if isinstance(end, BaseException)]
         assert broken
@@ -139,6 +139,39 @@ def test_a_client_that_leaves_a_front_process_ends_its_request() -> None:
             await until_async(lambda: not stub.running and not scene.pool._core.machine.requests())
 
     play_stubs([stub], act, processes=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_the_pools_process_is_an_answer(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(scene: Front) -> None:
+        def submit(*given: object, **more: object) -> None:
+            raise ValueError("a surprise")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(scene.pool, "submit", submit)
+            answer = await scene.generate(4, stream=stream)
+            assert (answer.status, answer.json["error"]["code"]) == (500, "fault")
+        assert (await scene.generate(4, stream=stream)).status == 200
+        assert scene.gateway.open == 0
+        assert not scene.gateway.fronts.all[0].calls  # type: ignore[union-attr]
+
+    play_stubs([SglangStub()], act, processes=2)
+
+
+def test_several_prompts_with_several_samples_come_through_a_front_process() -> None:
+    async def act(scene: Front) -> None:
+        body = {"prompt": [PROMPT, [3, *PROMPT]], "n": 12, "max_tokens": 4, "temperature": 0}
+        whole = await scene.post("/v1/completions", body)
+        texts = [choice["text"] for choice in whole.json["choices"]]
+        assert len(texts) == 24
+        streamed = await scene.post("/v1/completions", {**body, "stream": True})
+        parts: dict[int, str] = {}
+        for event in streamed.events[:-1]:
+            for choice in event["choices"]:
+                parts[choice["index"]] = parts.get(choice["index"], "") + choice["text"]
+        assert [parts[index] for index in range(24)] == texts
+
+    play_stubs([VllmStub()], act, processes=2, limit=4, model_name="tiny")
 
 
 def test_a_stop_answers_what_is_open_and_leaves_no_process() -> None:

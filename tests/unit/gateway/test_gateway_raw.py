@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,8 +16,10 @@ from engine_stubs import Generation, SglangStub
 from gateway_scenes import BEARER, PROMPT, QUICK, Front, play_stubs
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, RequestSpec
-from trimtab.runtime.engines.engine import EngineMalformedError, FinishReason, RawAnswer, StreamDelta
+from trimtab.runtime.engines.engine import EngineDeadlines, EngineMalformedError, FinishReason, RawAnswer, StreamDelta
 from trimtab.runtime.engines.http_engine import HttpEngine
+from trimtab.runtime.engines.http_stream import EngineConnections, HttpEventStream, _Connection
+from trimtab.runtime.engines.sglang import SglangEngine
 from trimtab.runtime.rollout.sampling import PendingRequest, SamplingParams
 from waiting import until_async
 
@@ -175,6 +178,74 @@ def test_tokens_of_several_weights_and_of_events_with_new_ones_only_are_read() -
 
     engine_scene("sglang", weights)
     engine_scene("sglang", new_only)
+
+
+class Wire:
+    """A transport to no engine."""
+
+    def write(self, data: bytes) -> None:
+        """Nobody reads it."""
+
+    pause_reading = resume_reading = close = abort = is_closing = lambda self: False
+
+
+def told(versions: list[str], end: bytes) -> bytes:
+    """The response of an engine that writes an event for each token."""
+    events = []
+    for at, version in enumerate(versions, 1):
+        reason = {"type": "length"} if at == len(versions) else None
+        meta = {"id": "a", "completion_tokens": at, "finish_reason": reason, "weight_version": version}
+        events.append(json.dumps({"text": "x" * at, "output_ids": list(range(at)), "meta_info": meta}).encode())
+    chunks = [b"data: " + event + end for event in (*events, b"[DONE]")]
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n"])
+@pytest.mark.parametrize("versions", [["1"] * 4, ["1", "1", "2", "2"]])
+@pytest.mark.parametrize("raw", [False, True])
+def test_events_are_the_same_answer_wherever_they_are_cut(raw: bool, versions: list[str], end: bytes) -> None:
+    response = told(versions, end)
+
+    async def read(cut: int) -> list[tuple[str | None, int]]:
+        engine = SglangEngine("e", "http://h:1", None)
+        reader = engine._reader(greedy("a", PROMPT, 4, piece=4, raw=raw))
+        connections = EngineConnections("e", "http://h:1", EngineDeadlines(), lambda *_: None, keep_alive=True)
+        connection = _Connection(connections)
+        connection.connection_made(cast(Any, Wire()))
+        connections.release(connection)
+
+        async def deltas() -> list[StreamDelta]:
+            stream = HttpEventStream(connections, "/generate", {}, reader=reader)
+            try:
+                return [delta async for event in stream for delta in await reader.take(event)]
+            finally:
+                stream.close()
+
+        reading = asyncio.create_task(deltas())
+        for part in (response[:cut], response[cut:]):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            connection.data_received(part)
+        found = await reading
+        connections.close()
+        assert found[-1].finish is FinishReason.length
+        read_at_once = [one for one in found if one.raw is None]
+        if raw and len(set(versions)) == 1:
+            assert not read_at_once
+            assert found[-1].raw is not None
+            return [(found[-1].version, found[-1].raw.tokens)]
+        return [(one.version, len(one.token_ids)) for one in read_at_once]
+
+    async def play() -> None:
+        for cut in range(1, len(response)):
+            found = await read(cut)
+            made = {version: sum(count for one, count in found if one == version) for version, _ in found}
+            assert sum(made.values()) == 4 or raw
+            if not raw:
+                assert made == {version: versions.count(version) for version in versions}, cut
+
+    run(play())
 
 
 def test_a_count_that_does_not_fit_is_malformed_as_ever() -> None:

@@ -142,6 +142,36 @@ async def test_a_tick_that_fails_is_told_again() -> None:
     assert core.counters["ticks_failed"] == 2
 
 
+async def test_the_timer_is_set_anew_only_for_an_earlier_deadline_and_a_later_one_is_no_tick() -> None:
+    ticks: list[float] = []
+    due: list[float | None] = [None]
+
+    class Machine:
+        def handle(self, event: Any, now: float) -> list[Any]:
+            ticks.append(now)
+            due[0] = None
+            return []
+
+        def next_deadline(self) -> float | None:
+            return due[0]
+
+    core = RolloutCore(cast(RolloutMachine, Machine()))
+    begin = core.clock()
+    due[0] = begin + 0.05
+    core._arm()
+    first = core._timer
+    due[0] = begin + 0.2
+    core._arm()
+    assert core._timer is first
+    due[0] = begin + 1_000.0
+    await until_async(lambda: core._timer is not first)
+    assert not ticks, "nothing was due"
+    due[0] = core.clock() + 0.01
+    core._arm()
+    await until_async(lambda: len(ticks) == 1)
+    core.stop_timer()
+
+
 def broken_once(pool: RolloutPool, kind: type) -> list[Any]:
     """The next instruction of this kind finds a handler that raises."""
     handlers, before, hit = pool._core.handlers, pool._core.handlers[kind], []

@@ -57,11 +57,7 @@ class WorkerGroupCalls:
         for name in ("flush_worker_cache", "resume_worker_memory"):
             if not callable(getattr(group, name, None)):
                 hint = "without it no worker can be released or resumed; see docs/guides/rollout-tuning.md"
-                raise InputError(
-                    f"{type(group).__name__} has no {name}(worker_id)",
-                    where="worker_group",
-                    hint=hint,
-                )
+                raise InputError(f"{type(group).__name__} has no {name}(worker_id)", where="worker_group", hint=hint)
         self.timeout_s = timeout_s
         self.has_status = callable(getattr(group, "get_worker_status", None))
         self.can_abort = callable(getattr(group, "abort_request", None))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.yaml_text import dump
 from trimtab.model.workflow import Cluster, Node
 
@@ -45,16 +46,14 @@ STOP_MARGIN_S = 30
 """Between the end of a drain and the end of its pod, for processes to stop."""
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Frozen):
     """A manifest as text, and the assumptions made."""
 
     text: str
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class PodOptions:
+class PodOptions(Frozen):
     """Options beyond the job file. `selector` replaces the one by GPU kind if it is not None."""
 
     name: str

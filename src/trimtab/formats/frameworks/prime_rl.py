@@ -167,11 +167,7 @@ class PrimeRl(pools.TrainerAndEngines):
                 "precision": "fp8" if reader.get("inference.vllm.quantization") == "fp8" else None,
                 "backend": "vllm",
             },
-            "train": {
-                "cp": counted("trainer.model.cp"),
-                "lora": counted("trainer.model.lora.rank"),
-                "backend": "fsdp",
-            },
+            "train": {"cp": counted("trainer.model.cp"), "lora": counted("trainer.model.lora.rank"), "backend": "fsdp"},
         }
 
     def can_share(self) -> bool:

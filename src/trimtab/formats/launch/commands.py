@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.launch.launch import is_unknown
 
 MAX_LINES = 10_000
@@ -20,8 +20,7 @@ Result = tuple[int, str] | None
 """Exit status and output; None: unknown."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Frozen):
     """A command's arguments, its input (None: a terminal's) and what it may look at."""
 
     arguments: tuple[str, ...]

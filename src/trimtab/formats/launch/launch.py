@@ -11,11 +11,12 @@ import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 
 OPEN, CLOSE = "\ue000", "\ue001"  # private use: in no real script
 _MARKER = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
@@ -45,8 +46,7 @@ UNKNOWN = unknown("")
 """A value of which nothing is known."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(Frozen):
     """A start of a program: what is started, with which arguments, environment and working folder.
 
     `program` is without wrappers (`ray job submit --`, `uv run`, `torchrun` and the like): `("python3", "-m",
@@ -109,8 +109,7 @@ class Launch:
         return None
 
 
-@dataclass(frozen=True)
-class ConfigSource:
+class ConfigSource(Frozen):
     """Where a launched trainer gets its config: a file or data, then overrides in the order in which they apply.
 
     `config` is a YAML file (with Hydra `defaults` or parents, composed by the caller) or the whole config as data: the

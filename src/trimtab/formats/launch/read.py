@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats import yaml_text
 from trimtab.formats.launch.launch import ConfigSource, Launch, is_unknown, known_part, unknown, why_unknown
 from trimtab.formats.launch.shell import Shell, read_script
@@ -31,8 +32,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _SHEBANG = re.compile(r"#!.*\b(ba|z|da|k)?sh\b")
 
 
-@dataclass(frozen=True)
-class TrainerLaunch:
+class TrainerLaunch(Frozen):
     """A launch of a trainer, the framework that recognised it, and where its config comes from."""
 
     launch: Launch
@@ -59,8 +59,7 @@ def is_launch(path: Path, words: Sequence[str] = ()) -> bool:
     return bool(words) and not path.exists() and PROGRAM.match(str(path)) is not None
 
 
-@dataclass(frozen=True)
-class LaunchChoice:
+class LaunchChoice(Frozen):
     """Which of several trainers of a script is read, and whether the script runs in a sandbox to find them."""
 
     number: int | None = None

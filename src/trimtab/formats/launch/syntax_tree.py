@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 
-@dataclass(frozen=True)
-class Word:
+
+class Word(Frozen):
     """A word's source text and place; `array` are the words of `name=(...)`."""
 
     text: str
@@ -29,55 +30,48 @@ class Redirect:
         return not set("'\"\\") & set(self.target.text)
 
 
-@dataclass(frozen=True)
-class SimpleCommand:
+class SimpleCommand(Frozen):
     """Assignments and words, in the order of the source."""
 
     words: tuple[Word, ...]
     line: int
 
 
-@dataclass(frozen=True)
-class Redirected:
+class Redirected(Frozen):
     """A command with redirections."""
 
     command: Command
     redirects: tuple[Redirect, ...]
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Frozen):
     """Commands joined by `|`; `negated` by `!`."""
 
     commands: tuple[Command, ...]
     negated: bool
 
 
-@dataclass(frozen=True)
-class AndOr:
+class AndOr(Frozen):
     """`a && b || c`: the first command, then operator and command."""
 
     first: Command
     rest: tuple[tuple[str, Command], ...]
 
 
-@dataclass(frozen=True)
-class CommandList:
+class CommandList(Frozen):
     """Commands in sequence; True for one in the background."""
 
     items: tuple[tuple[Command, bool], ...]
 
 
-@dataclass(frozen=True)
-class IfCommand:
+class IfCommand(Frozen):
     """Conditions with their bodies, and the body of `else`."""
 
     branches: tuple[tuple[CommandList, CommandList], ...]
     otherwise: CommandList | None
 
 
-@dataclass(frozen=True)
-class ForCommand:
+class ForCommand(Frozen):
     """`for name in words`; without `in`, over the arguments."""
 
     name: str
@@ -85,16 +79,14 @@ class ForCommand:
     body: CommandList
 
 
-@dataclass(frozen=True)
-class ArithmeticFor:
+class ArithmeticFor(Frozen):
     """`for ((start; condition; step))`."""
 
     clauses: tuple[str, str, str]
     body: CommandList
 
 
-@dataclass(frozen=True)
-class WhileCommand:
+class WhileCommand(Frozen):
     """`while`, or `until`."""
 
     condition: CommandList
@@ -102,40 +94,35 @@ class WhileCommand:
     until: bool
 
 
-@dataclass(frozen=True)
-class CaseCommand:
+class CaseCommand(Frozen):
     """A word, and for each clause its patterns, body, and terminator (`;;`, `;&`, `;;&`)."""
 
     word: Word
     clauses: tuple[tuple[tuple[Word, ...], CommandList, str], ...]
 
 
-@dataclass(frozen=True)
-class FunctionDefinition:
+class FunctionDefinition(Frozen):
     """`name() { ... }`."""
 
     name: str
     body: Command
 
 
-@dataclass(frozen=True)
-class CommandGroup:
+class CommandGroup(Frozen):
     """`{ ...; }`, or with `subshell` `( ... )`."""
 
     body: CommandList
     subshell: bool
 
 
-@dataclass(frozen=True)
-class TestCommand:
+class TestCommand(Frozen):
     """`[[ ... ]]`."""
 
     words: tuple[Word, ...]
     line: int
 
 
-@dataclass(frozen=True)
-class ArithmeticCommand:
+class ArithmeticCommand(Frozen):
     """`(( ... ))`."""
 
     text: str

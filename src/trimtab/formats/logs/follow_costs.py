@@ -8,10 +8,10 @@ config that the run was started with, read as the planner reads it; none is gues
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats import job
 from trimtab.formats.frameworks.registry import framework_of
 from trimtab.formats.launch.read import composed_config
@@ -28,8 +28,7 @@ from trimtab.model.workflow import Cluster, ComponentProfile, Profile
 WEIGHT_SYNC = "weight_sync"
 
 
-@dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Frozen):
     """The config of a run: the file and its command-line overrides."""
 
     path: Path
@@ -64,8 +63,7 @@ class RunConfig:
         return None if kind is None else kind.asynchronous(reader)
 
 
-@dataclass(frozen=True)
-class TimerReading:
+class TimerReading(Frozen):
     """The meaning of a run's timers. `waits`: reasons by component; `derived`: the last component's timer is no
     cost.
     """

@@ -7,8 +7,8 @@ side: then they are more, and nothing is left over that no timer books.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.logs.records import LogFramework, StepRecord
 
 UNBOOKED = "no timer"
@@ -17,8 +17,7 @@ LEAST_SHARE = 0.005
 """Smaller entries are added to `others`."""
 
 
-@dataclass(frozen=True)
-class StepLedger:
+class StepLedger(Frozen):
     """Seconds of an average step by entry, largest first; `unbooked` is the share that no timer books."""
 
     step_s: float

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.workflow import ComponentProfile
 
 WARMUP_STEPS = 2
@@ -24,8 +24,7 @@ SHORTEST = 1e-9
 """Shorter times give no meaningful ratios."""
 
 
-@dataclass(frozen=True)
-class CostSample:
+class CostSample(Frozen):
     """A component in a step. `tokens` are all response tokens of the step, `length` the mean response length."""
 
     seconds: float

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.files import unreadable
 
 MAX_LINE_BYTES = 1 << 20
@@ -65,8 +66,7 @@ class LogParser(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LineParser:
+class LineParser(Frozen):
     """The parser of a framework that logs each step in a line."""
 
     read: Callable[[LogLine], StepRecord | None]
@@ -79,8 +79,7 @@ class LineParser:
         return ()
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(Frozen):
     """A component's time is a wait in a run that logs one of `timers` (a prefix if it ends in /), but no `unless`."""
 
     component: str
@@ -94,8 +93,7 @@ class Wait:
         return logged and names.isdisjoint(self.unless)
 
 
-@dataclass(frozen=True)
-class LogFramework:
+class LogFramework(Frozen):
     """How a training framework logs.
 
     - A line without any of the `needles` is skipped.
@@ -260,8 +258,7 @@ class _JsonFirst:
         return self._console.end()
 
 
-@dataclass(frozen=True)
-class LogLine:
+class LogLine(Frozen):
     """A cleaned line. `whole` is false for a last line without a newline: it may be cut off."""
 
     text: str

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.files import unreadable
 from trimtab.formats.logs.records import LARGEST_VALUE
 
@@ -24,8 +24,7 @@ _HEAD, _CHECKSUM = 12, 4
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
-@dataclass(frozen=True)
-class Scalar:
+class Scalar(Frozen):
     """A logged value."""
 
     step: int

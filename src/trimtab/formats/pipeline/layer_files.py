@@ -13,7 +13,6 @@ import io
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import is_number
 from trimtab.formats import files, sections, yaml_text
 from trimtab.formats.pipeline.pipeedge import MAX_VALUE, Value, Whole
@@ -50,8 +50,7 @@ class MeasuredLayers(OpenSection):
     device_mem_mb: Whole = Field(default=0, alias="device_mem_MB")
 
 
-@dataclass(frozen=True)
-class MergedFiles:
+class MergedFiles(Frozen):
     """The result of a merge, with notes for the user."""
 
     model: str

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, groupby, product
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from trimtab.core.errors import InfeasibleError, InputError, meant, nearest
+from trimtab.core.frozen import Frozen
 from trimtab.formats import sections, yaml_text
 from trimtab.formats.sections import Made, OpenSection, Section, Within, checked_by
 from trimtab.formats.yaml_text import Source
@@ -101,8 +102,7 @@ class LinkEntry(Section):
     latency_ms: Value = 0.0
 
 
-@dataclass(frozen=True)
-class PartitionRequest:
+class PartitionRequest(Frozen):
     """Options of a partition: the model, how it was measured, and constraints on the schedule."""
 
     model: str
@@ -117,8 +117,7 @@ class PartitionRequest:
     cut_every: int = 1
 
 
-@dataclass(frozen=True)
-class LoadedPipeline:
+class LoadedPipeline(Frozen):
     """A job, and warnings from reading it."""
 
     job: PipelineJob

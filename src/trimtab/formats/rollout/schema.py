@@ -240,12 +240,7 @@ Engine = Annotated[
     Shorthand(lambda value: {"url": value} if isinstance(value, str) else value),
 ]
 Rules = Annotated[
-    dict[str, Any],
-    FieldsOf(
-        RolloutRules,
-        elsewhere=STATED_ELSEWHERE,
-        types={"resume_every": ResumeEvery},
-    ),
+    dict[str, Any], FieldsOf(RolloutRules, elsewhere=STATED_ELSEWHERE, types={"resume_every": ResumeEvery})
 ]
 
 

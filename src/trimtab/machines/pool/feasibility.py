@@ -386,11 +386,7 @@ def _check_sharing(state: PoolState, spec: TaskSpec) -> None:
         raise InputError(f"it cannot share the slot of {spec.shares}, which is not there", where=where)
     if owner.spec.pool != spec.pool or owner.shares is not None or not owner.spec.room:
         hint = "tasks share slots with a task of the same pool that has slots of its own and states `room` for them"
-        raise InputError(
-            f"it cannot share the slot of {spec.shares}",
-            where=where,
-            hint=hint,
-        )
+        raise InputError(f"it cannot share the slot of {spec.shares}", where=where, hint=hint)
     size = owner.spec.room
     if len(size) != len(spec.bundles):
         raise InputError(f"{spec.shares} has {len(size)} slots, and it needs {len(spec.bundles)}", where=where)

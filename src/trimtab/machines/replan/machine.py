@@ -113,10 +113,7 @@ class ReplanMachine(Machine[ReplanState, e.ReplanEvent, e.ReplanInstruction]):
             return  # already counted
         if iteration.number > run.done + 1:
             hint = f"report iteration {run.done + 1} first, or RunResumed after {iteration.number - 1}"
-            raise InputError(
-                f"iteration {iteration.number} follows {run.done}: iterations are missing",
-                hint=hint,
-            )
+            raise InputError(f"iteration {iteration.number} follows {run.done}: iterations are missing", hint=hint)
         run.done = iteration.number
         if run.remaining is not None:
             run.remaining = max(0, run.remaining - 1)

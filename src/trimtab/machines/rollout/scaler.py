@@ -91,10 +91,7 @@ class Scaler:
         state = self.state
         if not state.min_workers <= event.workers <= state.max_workers:
             hint = f"the plan's range is {state.min_workers} to {state.max_workers}; change that first"
-            raise InputError(
-                f"{event.workers} workers",
-                hint=hint,
-            )
+            raise InputError(f"{event.workers} workers", hint=hint)
         state.manual_workers, state.manual_until = event.workers, event.until
         state.manual_why = event.why or "set by hand"
         self.evaluate()

@@ -10,10 +10,9 @@ affect the amount of work, never the answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.partition.space import (
     TIE,
     UNLIMITED,
@@ -60,8 +59,7 @@ class TooManyLabels(Exception):  # noqa: N818 - control flow: it ends one attemp
     """A threshold lets more labels pass than memory should hold."""
 
 
-@dataclass(frozen=True)
-class LatencyPath:
+class LatencyPath(Frozen):
     """A schedule with its latency, and whether it is proven optimal."""
 
     pieces: Pieces
@@ -70,8 +68,7 @@ class LatencyPath:
     proven: bool
 
 
-@dataclass(frozen=True)
-class PricedPaths:
+class PricedPaths(Frozen):
     """Minimum costs when every device costs its class's price: `ready[class, cut]` before a stage on that class begins.
 
     `whole` is the minimum of a complete path, `used` its devices by class and `pieces` its stages.

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.pipeline import DeviceType, Host, HostLink, PipelineJob
 
 Floats = npt.NDArray[np.float64]
@@ -32,8 +32,7 @@ UNLIMITED = float(np.finfo(np.float64).max)
 """A bottleneck that allows everything finite."""
 
 
-@dataclass(frozen=True)
-class PartitionSpace:
+class PartitionSpace(Frozen):
     """The arrays of a job for given classes of hosts.
 
     `seconds[t, a, b]` compute time, `fits[t, a, b]` whether the stage is allowed (memory; only a < b), `cut[j, u, v]`
@@ -204,8 +203,7 @@ def _end(job: PipelineJob, classes: list[list[Host]], name: str | None, crossing
     )
 
 
-@dataclass(frozen=True)
-class DeviceVectors:
+class DeviceVectors(Frozen):
     """Numbering of vectors of used devices: one digit for each class.
 
     `growing[t]` has the bits of the vectors to which a device of class t can be added.
@@ -239,8 +237,7 @@ def flags_of(bits: int, size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(bits.to_bytes((size + 7) // 8, "little"), dtype=np.uint8)
 
 
-@dataclass(frozen=True)
-class AllowedCuts:
+class AllowedCuts(Frozen):
     """What a bottleneck allows: for each class and cut the cuts at which a stage that ends there may begin."""
 
     starts: list[list[list[int]]]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.placement.simulate import Floats, GroupingShapes
 from trimtab.plan.placement.space import CostOption, Grouping, GroupTable, PlanSpace
 
@@ -31,8 +31,7 @@ Box = tuple[int, Indices, Indices]
 """A grouping, and for each of its groups the minimum and maximum index of its size."""
 
 
-@dataclass(frozen=True)
-class FoundPlan:
+class FoundPlan(Frozen):
     """A plan of the search: sizes and configurations of the groups of a grouping."""
 
     grouping: Grouping

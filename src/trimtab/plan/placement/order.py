@@ -18,13 +18,13 @@ from itertools import count
 
 import numpy as np
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Component, Workflow
 from trimtab.plan.placement.simulate import completed
 
 
-@dataclass(frozen=True)
-class GpuTurn:
+class GpuTurn(Frozen):
     """The GPUs of a group go to one of its components; those in `offload` must leave them first."""
 
     component: str
@@ -32,8 +32,7 @@ class GpuTurn:
     offload: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class BatchStep:
+class BatchStep(Frozen):
     """A component takes a batch."""
 
     component: str
@@ -41,8 +40,7 @@ class BatchStep:
     batch: int
 
 
-@dataclass(frozen=True)
-class WeightSyncStep:
+class WeightSyncStep(Frozen):
     """The weights of the source after an iteration go to the target."""
 
     source: str
@@ -277,8 +275,7 @@ def _progress(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
     return progress_by_name
 
 
-@dataclass(frozen=True)
-class PlayedAction:
+class PlayedAction(Frozen):
     """A completed action, with its times."""
 
     action: PlanAction

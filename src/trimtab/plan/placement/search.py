@@ -16,10 +16,10 @@ import heapq
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.placement.boxes import ROWS, At, Box, FoundPlan, Indices, SearchGround
 from trimtab.plan.placement.simulate import Floats
 from trimtab.plan.placement.space import Grouping, PlanSpace
@@ -40,8 +40,7 @@ LEVELS = 48
 """Steps of the time scale on which groupings are first compared."""
 
 
-@dataclass(frozen=True)
-class SearchOutcome:
+class SearchOutcome(Frozen):
     """The best plan, a proven lower bound on every plan, and the number of simulated plans."""
 
     best: FoundPlan | None

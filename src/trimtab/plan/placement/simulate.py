@@ -17,6 +17,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.workflow import Component, Workflow
 
 Floats = NDArray[np.float64]
@@ -25,8 +26,7 @@ Ints = NDArray[np.intp]
 NEVER = -np.inf
 
 
-@dataclass(frozen=True)
-class GroupingShape:
+class GroupingShape(Frozen):
     """How components share GPUs, in workflow order: all that the simulation needs of a grouping.
 
     `before[i]`: components right before i on any of its GPUs in the same iteration; `after[i]`: components that end the
@@ -82,8 +82,7 @@ def cells_of(groups: Iterable[tuple[Iterable[int], Iterable[int]]]) -> tuple[tup
     return tuple(dict.fromkeys(tuple(sorted(on[gpu])) for gpu in sorted(on)))
 
 
-@dataclass(frozen=True)
-class GroupingShapes:
+class GroupingShapes(Frozen):
     """Shapes of many plans as arrays, one row a plan; `before` and `after` are plans x components x width.
 
     Column n (a component that never ends) is the padding.
@@ -129,8 +128,7 @@ def _joined(first: Ints, other: Ints) -> Ints:
     return np.concatenate(wide)
 
 
-@dataclass(frozen=True)
-class _ComponentStep:
+class _ComponentStep(Frozen):
     """Precomputed recurrence data of a component.
 
     Its inputs come in chunks; `inputs_at[k]`: for parent k, the columns of its ends that the chunks wait for. `begin`:

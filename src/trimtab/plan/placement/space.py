@@ -24,6 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.plan import FrameworkRules
 from trimtab.model.workflow import Cluster, Component, PlacementJob, Variant
 from trimtab.plan.placement.simulate import Floats, GroupingShape, GroupingShapes, Ints, Simulator, shape_of
@@ -63,8 +64,7 @@ def _line(g0: int, s0: float, g1: int, s1: float, gpus: int) -> float:
     return s1 + slope * (1 / gpus - 1 / g1)
 
 
-@dataclass(frozen=True)
-class CostOption:
+class CostOption(Frozen):
     """A way to run a component inside a group: a variant on a number of GPUs, with its time and memory per GPU."""
 
     variant: int
@@ -128,8 +128,7 @@ GroupMembers = tuple[int, ...]
 MAX_CONFIGURATIONS = 2_000
 
 
-@dataclass(frozen=True)
-class GroupTable:
+class GroupTable(Frozen):
     """Sizes of a group worth trying, ascending, and its members' times on each.
 
     `times[s, k]` is the minimum time of member k on `sizes[s]`. Where memory does not allow all minima at once, the
@@ -160,8 +159,7 @@ class GroupTable:
         return np.array(self.members, dtype=np.intp)
 
 
-@dataclass(frozen=True)
-class Grouping:
+class Grouping(Frozen):
     """A partition of the GPU components into groups with a kind each, in file order of their first component.
 
     With `spans` the last group lies over the GPUs of all the others. `turns` lists components that take turns on the

@@ -8,11 +8,11 @@ order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.plan import ComponentGroup, PlacedComponent, PlacementMode, Plan, TimelineBar
 from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.simulate import Floats, GroupingShape
@@ -211,8 +211,7 @@ def _in_order(bars: list[TimelineBar]) -> list[TimelineBar]:
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankStrip:
+class RankStrip(Frozen):
     """A group to lay out: its size, and the (block, gpus) of its members; a block should be on one node."""
 
     size: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from math import ceil, nan, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -160,8 +160,7 @@ class PolicySummary(Frozen):
         return self.figures[name][0]
 
 
-@dataclass(frozen=True)
-class Comparison(Generic[ScenarioT, FiguresT]):
+class Comparison(Frozen, Generic[ScenarioT, FiguresT]):
     """The result of a simulation; `facts` belong to no policy. `advice` is that of a sweep."""
 
     scenario: ScenarioT
@@ -240,8 +239,7 @@ def _plain(value: Spread | float | None) -> Any:
     return {"mean": value[0], "deviation": value[1]} if isinstance(value, tuple) else value
 
 
-@dataclass(frozen=True)
-class SweepRules(Generic[FiguresT]):
+class SweepRules(Frozen, Generic[FiguresT]):
     """How a kind of simulation sweeps a setting; the value with the lowest figure is best unless it is rejected."""
 
     base: Callable[[Any], Any]  # the policy of a scenario whose setting is swept

@@ -85,13 +85,7 @@ def connect(
     connection = RayConnection(address, cpus=cpus, metrics_port=metrics_port, dashboard=dashboard)
     try:
         controller = ControllerConnection(
-            connection.ray,
-            name,
-            journal_dir,
-            state_dir,
-            timeout,
-            settings=controller_settings,
-            answer_s=answer_s,
+            connection.ray, name, journal_dir, state_dir, timeout, settings=controller_settings, answer_s=answer_s
         )
         return Session(connection, controller, lease_s)
     except BaseException:

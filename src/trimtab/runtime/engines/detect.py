@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 
 import aiohttp
 
 from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import EngineDeadlines, EngineGoneError, EngineWedgedError
 from trimtab.runtime.engines.http_engine import EngineHttpClient, HttpEngine, require_private
@@ -25,8 +25,7 @@ TESTED_RELEASES: dict[str, tuple[str, ...]] = {"vllm": ("0.32", "0.26", "0.11"),
 """Releases that the adapters ran against; llama.cpp has builds, not releases."""
 
 
-@dataclass(frozen=True)
-class EngineDialect:
+class EngineDialect(Frozen):
     """Software and release that answer at an address."""
 
     kind: str

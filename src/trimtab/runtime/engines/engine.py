@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
+from dataclasses import field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.core.frozen import Frozen
 
 
 class FinishReason(str, enum.Enum):
@@ -63,12 +64,27 @@ class EngineCapability(str, enum.Enum):
     load = "load"  # it reports how many requests it has
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
+class PromptIds(Sequence[int]):
+    """Token ids as JSON, which most engines take as it is: they are read where something else needs them."""
+
+    def __init__(self, json: bytes, count: int) -> None:
+        self.json, self._count = json, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: Any) -> Any:
+        return msgspec.json.decode(self.json)[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(msgspec.json.decode(self.json))
+
+
+class GenerateRequest(Frozen):
     """One generation request to an engine: token ids in, token ids out."""
 
     id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     max_tokens: int
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -99,7 +115,8 @@ class GenerateRequest:
 
     def fields(self) -> dict[str, Any]:
         """For engines that are objects: what to generate, not how it travels."""
-        return {name: value for name, value in vars(self).items() if name not in ("piece", "cache_key", "lora", "raw")}
+        given = {**vars(self), "token_ids": tuple(self.token_ids)}
+        return {name: value for name, value in given.items() if name not in ("piece", "cache_key", "lora", "raw")}
 
     @property
     def greedy(self) -> bool:
@@ -111,8 +128,7 @@ ROUTED_EXPERTS = "return_routed_experts"
 """A field of `extra`: the answer's `extra` has its experts as `routed_experts`, as the engine writes them."""
 
 
-@dataclass(frozen=True)
-class ForwardRequest:
+class ForwardRequest(Frozen):
     """A call that only the engine understands, sent as it is: its reply is the `body` in the delta's `extra`."""
 
     id: str
@@ -126,8 +142,7 @@ class ForwardRequest:
 EngineCall = GenerateRequest | ForwardRequest
 
 
-@dataclass(frozen=True)
-class PieceSupport:
+class PieceSupport(Frozen):
     """In which pieces an engine gives an answer, besides a stream of tokens."""
 
     whole: bool = False  # at once, at the end
@@ -144,8 +159,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """Top ids at one position with their log-probabilities, best first."""
 
 
-@dataclass(frozen=True)
-class RawAnswer:
+class RawAnswer(Frozen):
     """All tokens of an answer so far, in SGLang's own JSON: most are passed on as they are and never read."""
 
     tokens: int
@@ -185,8 +199,7 @@ def sglang_logprobs(
     return logprobs, tuple(tuple((int(top[1]), float(top[0])) for top in place[:requested]) for place in ranked)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamDelta:
+class StreamDelta(Frozen):
     """What a stream added since the previous delta."""
 
     token_ids: tuple[int, ...] = ()
@@ -201,8 +214,7 @@ class StreamDelta:
     raw: RawAnswer | None = None  # instead of tokens and text, of which it has all so far
 
 
-@dataclass(frozen=True)
-class PartialOutput:
+class PartialOutput(Frozen):
     """Everything a stream gave until it ended or failed."""
 
     token_ids: tuple[int, ...] = ()
@@ -224,8 +236,7 @@ class PartialOutput:
 MAX_RUNNING = 1_000_000  # requests at once; an engine that reports more is not believed
 
 
-@dataclass(frozen=True)
-class EngineState:
+class EngineState(Frozen):
     """State of an engine. `up`: it would serve a request, so it is not paused, asleep or wedged."""
 
     up: bool
@@ -238,8 +249,7 @@ class EngineState:
     boots: int = 0  # grows when the process is seen to have been replaced
 
 
-@dataclass(frozen=True)
-class EngineLoad:
+class EngineLoad(Frozen):
     """Load reported by an engine, and whether it is current."""
 
     running: int
@@ -250,8 +260,7 @@ class EngineLoad:
     progress: float | None = None  # a figure that grows while it generates, for example tokens since its start
 
 
-@dataclass(frozen=True)
-class WeightUpdate:
+class WeightUpdate(Frozen):
     """New weights for an engine, from the trainer."""
 
     path: str
@@ -259,16 +268,14 @@ class WeightUpdate:
     way: str = "disk"
 
 
-@dataclass(frozen=True)
-class WeightRecord:
+class WeightRecord(Frozen):
     """Which weights an engine has that cannot say so itself. It holds while the engine's process is the same."""
 
     version: str
     process: str | None  # what identified the process; None: to be read at the next state check
 
 
-@dataclass(frozen=True)
-class EngineDeadlines:
+class EngineDeadlines(Frozen):
     """Seconds that each kind of call may take."""
 
     connect_s: float = 5.0

@@ -59,7 +59,7 @@ class EngineConnections:
         self._reaper: asyncio.TimerHandle | None = None
 
     def request(self, path: str, body: Any) -> bytes:
-        data = msgspec.json.encode(body)
+        data = _encode(body)
         return (self._head % (path, len(data))).encode() + data
 
     async def connection(self) -> _Connection:
@@ -99,7 +99,9 @@ class _Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, pool: EngineConnections) -> None:
-        self._pool, self._parser = pool, httptools.HttpResponseParser(self)
+        self._pool, self._body = pool, list[bytes]()
+        self.on_body = self._body.append  # many chunks come at once: nothing of Python is called for each
+        self._parser = httptools.HttpResponseParser(self)
         self.stream: HttpEventStream | None = None
         self._counted = False  # the head says where the answer ends
 
@@ -119,10 +121,12 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
+            self._hand_over()
             self.stream = None
             self.transport.abort()
             stream.lost(f"no HTTP: {error}")
             return
+        self._hand_over()
         stream.on_bytes()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -148,14 +152,16 @@ class _Connection(asyncio.Protocol):
         if self.stream is not None:
             self.stream.status = self._parser.get_status_code()
 
-    def on_body(self, body: bytes) -> None:
+    def _hand_over(self) -> None:
         if self.stream is not None:
-            self.stream.on_body(body)
+            self.stream.on_body(self._body)
+        self._body.clear()
 
     def on_message_complete(self) -> None:
         stream = self.stream
         if stream is None or stream.status < 200:  # 100: continue
             return
+        self._hand_over()
         self.stream, stream.complete = None, True
         if self._pool.keep_alive and self._parser.should_keep_alive():
             self.transport.resume_reading()
@@ -248,9 +254,9 @@ class HttpEventStream:
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
-    def on_body(self, body: bytes) -> None:
-        self._parts.append(body)
-        self._size += len(body)
+    def on_body(self, parts: list[bytes]) -> None:
+        self._parts += parts
+        self._size += sum(map(len, parts))
 
     def on_bytes(self) -> None:
         if not self._begun:
@@ -345,7 +351,9 @@ class HttpEventStream:
                 raise EngineMalformedError("an answer without end", engine=self._connections.name)
             self._events.append(self._checked(data))
             return True
-        *lines, held = data.split(b"\n")
+        data = data.lstrip(b"\r\n")
+        end = data.rfind(b"\n") + 1
+        held = data[end:]
         if len(held) > MAX_EVENT_BYTES:
             raise EngineMalformedError("an event without end", engine=self._connections.name)
         if held:
@@ -353,15 +361,13 @@ class HttpEventStream:
         if self._size > HELD_BYTES and self._connection is not None:
             self._connection.transport.resume_reading()
         self._size = len(held)
+        if self._covers is not None and self._take_last(data, end):
+            return True
+        lines = data[:end].split(b"\n")
         payloads = [line[5:].strip() for line in map(bytes.strip, lines) if self._is_event(line)]
         ended = b"[DONE]" in payloads
         if ended:
             del payloads[payloads.index(b"[DONE]") :]
-        if len(payloads) > 1 and self._covers is not None:
-            last = self._parsed(payloads[-1])
-            if self._covers(payloads[0], last):
-                self._events.append(last)
-                payloads = []
         for payload in payloads:
             try:
                 self._events.append(self._checked(payload))
@@ -373,6 +379,20 @@ class HttpEventStream:
         if ended:
             self._events.append(_DONE)
         return bool(self._events)
+
+    def _take_last(self, data: bytes, end: int) -> bool:
+        """Takes the last of several events, and reads no other, if it repeats all of them."""
+        last, since = _last_line(data, end)
+        if ended := last == b"data: [DONE]":
+            last, since = _last_line(data, since)
+        first = data[: data.find(b"\n")].strip()
+        if since <= len(first) or not (first.startswith(b"data:") and last.startswith(b"data:")):
+            return False
+        event = self._parsed(last[5:])
+        if self._covers is None or not self._covers(first[5:], event):
+            return False
+        self._events += (event, _DONE) if ended else (event,)
+        return True
 
     def _is_event(self, line: bytes) -> bool:
         if line.startswith(b"data:"):
@@ -427,6 +447,17 @@ class HttpEventStream:
 
 
 _DONE = object()
+_encode = msgspec.json.Encoder(enc_hook=lambda ids: msgspec.Raw(ids.json)).encode  # of `PromptIds`
+
+
+def _last_line(data: bytes, end: int) -> tuple[bytes, int]:
+    """The last line before a place that is not empty, and where it begins; empty if there is none."""
+    while end > 0:
+        begin = data.rfind(b"\n", 0, end - 1) + 1
+        if line := data[begin:end].strip():
+            return line, begin
+        end = begin
+    return b"", 0
 
 
 def parsed(raw: bytes) -> Any:

@@ -418,6 +418,8 @@ class _RawEvent(msgspec.Struct):
 
 
 _read_raw, _read = msgspec.json.Decoder(_RawEvent).decode, msgspec.json.decode
+_Version = msgspec.defstruct("_Version", [("weight_version", Any, None)])
+_read_version: Any = msgspec.json.Decoder(msgspec.defstruct("_Event", [("meta_info", _Version)])).decode
 
 
 class _SglangReader:
@@ -462,16 +464,16 @@ class _SglangReader:
     def covers(self, first: bytes, last: Any) -> bool:
         """Whether the last of several events has all tokens, made by the weights of the first."""
         try:
+            since = _read_version(first).meta_info.weight_version
             if isinstance(last, StreamDelta):
-                version = _read_raw(first).meta_info["weight_version"]
-                return last.raw is not None and bytes(version) == last.raw.meta["weight_version"]
-            since, meta = parsed(first)["meta_info"], last["meta_info"]
+                return last.raw is not None and last.version == str(since)
+            meta = last["meta_info"]
             parts = [last["output_ids"]]
             if self._request.logprobs is not None:
                 parts.append(meta["output_token_logprobs"])
             if self._request.logprobs:
                 parts.append(meta["output_top_logprobs"])
-            same = bool(meta.get("weight_versions")) or since.get("weight_version") == meta.get("weight_version")
+            same = bool(meta.get("weight_versions")) or since == meta.get("weight_version")
             return same and all(len(part) == meta["completion_tokens"] for part in parts)
         except (KeyError, TypeError, ValueError, AttributeError):
             return False
@@ -500,7 +502,9 @@ class _SglangReader:
         logprobs, best = sglang_logprobs(meta, self._request.logprobs, len(ids))
         matched = reason.get("matched") if reason else None
         extra = routed_experts(self._request, finish, meta)
-        whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched, extra=extra)
+        version = meta.get("weight_version")
+        version = None if version is None else str(version)
+        whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched, version, extra=extra)
         start, self._reported = self._reported, self._reported + len(ids)
         stop = None
         if self._watched:
@@ -509,7 +513,7 @@ class _SglangReader:
             return _by_version(whole, start, meta)
         self._leave(str(meta["id"]))
         ended = replace(
-            _part(whole, 0, stop + 1, None, last=False), finish=FinishReason.stop, stopped_by=ids[stop], extra=extra
+            _part(whole, 0, stop + 1, version, last=False), finish=FinishReason.stop, stopped_by=ids[stop], extra=extra
         )
         return _by_version(ended, start, meta)
 
@@ -540,7 +544,9 @@ class _SglangReader:
 
 
 def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[StreamDelta]:
-    spans = meta.get("weight_versions") or []
+    spans = meta.get("weight_versions")
+    if not spans:
+        return [piece]
     end = start + len(piece.token_ids)
     cuts = [
         (max(int(span["start"]), start) - start, min(int(span["end"]), end) - start, str(span["version"]))
@@ -548,8 +554,7 @@ def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[St
         if int(span["start"]) < end and int(span["end"]) > start
     ]
     if not piece.token_ids or sum(to - since for since, to, _ in cuts) != len(piece.token_ids):
-        only = meta.get("weight_version")
-        return [_part(piece, 0, None, None if only is None else str(only), last=True)]
+        return [piece]
     return [_part(piece, since, to, version, last=to == cuts[-1][1]) for since, to, version in cuts]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import http
 import json
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from trimtab.runtime.rollout.sampling import RefusedError, Sample
 
 if TYPE_CHECKING:
     from trimtab.runtime.gateway.connection import HttpConnection
+
+log = logging.getLogger("trimtab.gateway")
 
 Headers = dict[bytes, bytes]
 Handler = Callable[["HttpExchange"], Awaitable[None]]
@@ -88,8 +91,13 @@ def invalid_value(param: str, message: str) -> Refusal:
     return Refusal(400, message, param=param, code="invalid_value")
 
 
-def refusal_for_error(error: TrimtabError) -> Refusal:
-    """Error of the pool as a refusal."""
+def refusal_for_error(error: BaseException) -> Refusal:
+    """An error as a refusal. One that is trimtab's own fault is logged."""
+    if isinstance(error, Refusal):
+        return error
+    if not isinstance(error, TrimtabError):
+        log.error("a fault of the gateway", exc_info=error)
+        return Refusal(500, f"internal error in trimtab: {type(error).__name__}", code="fault")
     message = " ".join(part for part in (error.what, error.hint and f"({error.hint})") if part)
     if isinstance(error, RefusedError):
         retry_after = str(max(1, math.ceil(error.retry_after_s)))

@@ -18,12 +18,13 @@ import marshal
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any
 
 import msgspec
 
 from trimtab.core.errors import nearest
+from trimtab.core.frozen import Frozen
 from trimtab.core.plain_data import fault_of
 from trimtab.model.rollout import DEFAULT_CLASS
 from trimtab.runtime.gateway.exchange import Headers, Refusal, invalid_value, to_json
@@ -344,8 +345,7 @@ MAX_CHARS = 256
 MAX_VERSION_DIGITS = 18
 
 
-@dataclass(frozen=True)
-class RequestTerms:
+class RequestTerms(Frozen):
     """Terms of one call."""
 
     options: RequestOptions = field(default_factory=RequestOptions)

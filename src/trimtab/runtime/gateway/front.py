@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.runtime.gateway import link as m
@@ -22,11 +22,11 @@ from trimtab.runtime.gateway.connection import HttpConnections
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal
 from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.server import GatewayApp, run_alone
-from trimtab.runtime.gateway.serving import GenerationCall, GenerationTracker
+from trimtab.runtime.gateway.serving import CallSink, GenerationCall, GenerationTracker, OpenCall
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.http.listening import BACKLOG
-from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample
+from trimtab.runtime.rollout.sampling import Sample
 
 
 class PoolLink:
@@ -36,56 +36,66 @@ class PoolLink:
         self.setup: asyncio.Future[GatewaySettings] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self.state = m.LinkState(0, (), (), False)
-        self.exchanges: dict[int, HttpExchange] = {}  # of streams
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Queue[Any]] = {}
+        self.runs: dict[int, LinkCallRun] = {}
+        self.numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._link = m.Link(m.ToFront, self._received, lambda: os._exit(1))
 
     async def connect(self, sock: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=sock)
 
-    def begin(self) -> tuple[int, asyncio.Queue[Any]]:
-        number = next(self._numbers)
-        answers = self._answers[number] = asyncio.Queue()
-        return number, answers
-
-    def end(self, number: int) -> None:
-        self._answers.pop(number, None)
-        self.exchanges.pop(number, None)
-
     def send(self, message: m.LinkMessage) -> None:
         self._link.send(message)
 
     async def ask(self, kind: Any, *content: Any) -> Any:
-        number, answers = self.begin()
+        number = next(self.numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             self.send(kind(number, *content))
-            return taken(await answers.get())
+            return await answer
         finally:
-            self.end(number)
+            del self._asked[number]
 
     def _received(self, message: Any) -> None:
-        if isinstance(message, m.LinkSetup):
-            self.setup.set_result(message.settings)
+        number = message.number
+        if isinstance(message, m.LinkChunk):
+            if (run := self.runs.pop(number, None) if message.last else self.runs.get(number)) is not None:
+                run.sink.chunk(message.prompt, message.chunk, message.last)
+        elif isinstance(message, m.LinkAnswers):
+            if (run := self.runs.pop(number, None)) is not None:
+                run.exchange.aborted = message.aborted
+                run.sink.answered(message.completions)
+        elif isinstance(message, m.LinkRefusal) and (run := self.runs.pop(number, None)) is not None:
+            run.sink.failed(message.refusal())
+        elif isinstance(message, (m.LinkReply, m.LinkRefusal)):
+            if (answer := self._asked.get(number)) is None or answer.done():
+                return
+            if isinstance(message, m.LinkReply):
+                answer.set_result(message.value)
+            else:
+                answer.set_exception(message.refusal())
+        elif isinstance(message, m.LinkAbort):
+            if (run := self.runs.get(number)) is not None:
+                run.exchange.abort(message.why)
         elif isinstance(message, m.LinkState):
             self.state = message
-        elif isinstance(message, m.LinkAbort):
-            exchange = self.exchanges.get(message.number)
-            if exchange is not None:
-                exchange.abort(message.why)
-        elif isinstance(message, (m.LinkChunk, m.LinkAnswers, m.LinkReply, m.LinkRefusal)):
-            answers = self._answers.get(message.number)
-            if answers is not None:
-                answers.put_nowait(message)
+        elif isinstance(message, m.LinkSetup):
+            self.setup.set_result(message.settings)
         else:
             self.ended.set()
 
 
-def taken(message: Any) -> Any:
-    """Content of an answer; raises a refusal."""
-    if isinstance(message, m.LinkRefusal):
-        raise message.refusal()
-    return message.value if isinstance(message, m.LinkReply) else message
+class LinkCallRun:
+    """A call that runs in the pool's process."""
+
+    def __init__(self, link: PoolLink, call: GenerationCall, exchange: OpenCall, sink: CallSink) -> None:
+        self._link, self._number, self.exchange, self.sink = link, next(link.numbers), exchange, sink
+        link.runs[self._number] = self
+        link.send(m.LinkCall.of(self._number, call))
+
+    def close(self) -> None:
+        if self._link.runs.pop(self._number, None) is not None:
+            self._link.send(m.LinkCancel(self._number))
 
 
 class LinkTokenizer(PoolTokenizer):
@@ -119,51 +129,15 @@ class LinkTracker(GenerationTracker):
     def __init__(self, link: PoolLink, settings: GatewaySettings) -> None:
         super().__init__(None, settings, LinkMetrics(link))
         self._link = link
-        self._of: dict[HttpExchange, int] = {}
 
     def kinds(self) -> frozenset[str]:
         return frozenset(self._link.state.kinds)
 
-    def enter(self, exchange: HttpExchange) -> None:
+    def enter(self, exchange: OpenCall) -> None:
         exchange.closing |= self._link.state.stopping
 
-    def leave(self, exchange: HttpExchange) -> None:
-        exchange.uncancellable()
-
-    async def completions(self, exchange: HttpExchange, call: GenerationCall) -> list[Completion]:
-        number, answers = self._link.begin()
-        try:
-            self._link.send(m.LinkCall(number, call))
-            message = taken(await answers.get())
-            exchange.aborted = message.aborted
-            found: list[Completion] = message.completions
-            return found
-        except asyncio.CancelledError:
-            self._link.send(m.LinkCancel(number))
-            raise
-        finally:
-            self._link.end(number)
-
-    async def chunks(
-        self, call: GenerationCall, exchange: HttpExchange | None = None
-    ) -> AsyncGenerator[tuple[int, Chunk], None]:
-        number, answers = self._link.begin()
-        if exchange is not None:
-            self._link.exchanges[number] = exchange
-        self._link.send(m.LinkCall(number, call))
-        ended = False
-        try:
-            while True:
-                message = await answers.get()
-                ended = isinstance(message, m.LinkRefusal) or message.chunk is None
-                taken(message)
-                if ended:
-                    return
-                yield message.prompt, message.chunk
-        finally:
-            if not ended:
-                self._link.send(m.LinkCancel(number))
-            self._link.end(number)
+    def begin(self, call: GenerationCall, exchange: OpenCall, sink: CallSink) -> Callable[[], None]:
+        return LinkCallRun(self._link, call, exchange, sink).close
 
 
 class FrontApp(GatewayApp):

@@ -11,14 +11,15 @@ import asyncio
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.gateway import link as m
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error
 from trimtab.runtime.gateway.serving import samples_of
 from trimtab.runtime.procs.background import NEVER_GIVE_UP
+from trimtab.runtime.rollout.sampling import Chunk, Completion
 
 if TYPE_CHECKING:
     from trimtab.runtime.gateway.server import GatewayApp
@@ -41,12 +42,49 @@ class RelayedExchange(HttpExchange):
         self.status, self.complete, self.answer = status, True, (status, list(headers), body)
 
 
-class RelayedCall(HttpExchange):
-    """A call of a client that is connected to a front process."""
+class RelayedCall:
+    """A call of a client that is connected to a front process: what comes of it goes there."""
 
-    def __init__(self, link: m.Link, number: int) -> None:
-        super().__init__(None, "POST", "", "", {}, True, False)
-        self._link, self._number = link, number
+    closing = aborted = False
+
+    def __init__(self, app: GatewayApp, link: m.Link, calls: dict[int, RelayedCall], message: m.LinkCall) -> None:
+        self._app, self._link, self._calls = app, link, calls
+        self._number = message.number
+        self._close: Callable[[], None] | None = None
+        call = message.call()
+        self.keyed = bool(call.terms.options.key)
+        calls[message.number] = self
+        try:
+            app.serving.enter(self)
+            self._close = app.serving.begin(call, self, self)
+        except Exception as error:
+            self.failed(error)
+
+    def chunk(self, prompt: int, chunk: Chunk, last: bool) -> None:
+        if chunk.sample is not None:
+            self._app.metrics.made((chunk.sample,))
+        self._send(m.LinkChunk(self._number, prompt, chunk, last), last)
+
+    def answered(self, completions: list[Completion]) -> None:
+        self._app.metrics.made(samples_of(completions))
+        self._send(m.LinkAnswers(self._number, completions, self.aborted))
+
+    def failed(self, error: BaseException) -> None:
+        self._send(m.LinkRefusal.of(self._number, refusal_for_error(error)))
+
+    def _send(self, message: m.LinkMessage, last: bool = True) -> None:
+        self._link.send(message)
+        if last:
+            self._close = None  # it refers to this
+            self._app.serving.leave(self)
+            self._calls.pop(self._number, None)
+
+    def left(self) -> None:
+        """The client has left."""
+        self._calls.pop(self._number, None)
+        self._app.serving.leave(self)
+        if self._close is not None:
+            self._close()
 
     def abort(self, why: str) -> None:
         self._link.send(m.LinkAbort(self._number, why))
@@ -59,7 +97,7 @@ class FrontProcess:
 
     def __init__(self, app: GatewayApp, listener: socket.socket) -> None:
         self._app, self._listener = app, listener
-        self._calls: dict[int, tuple[asyncio.Task[None], bool]] = {}  # of this process; with whether it has a key
+        self.calls: dict[int, RelayedCall] = {}  # of this process
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost = asyncio.Event()
         self._stopping = False
@@ -71,7 +109,7 @@ class FrontProcess:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         self._lost.clear()
-        self._calls = {}
+        self.calls = {}
         with theirs:
             ours.setblocking(False)
             self.link = m.Link(m.ToPool, self._received, self._lost.set)
@@ -90,9 +128,9 @@ class FrontProcess:
                     await asyncio.wait_for(self._lost.wait(), STATE_S)
         finally:
             self.link.close()
-            for task, keyed in self._calls.values():
-                if not keyed:
-                    task.cancel()
+            for call in list(self.calls.values()):
+                if not call.keyed:
+                    call.left()
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(process.wait(), EXIT_S)
             if process.returncode is None:
@@ -115,11 +153,10 @@ class FrontProcess:
 
     def _received(self, message: m.ToPool) -> None:
         if isinstance(message, m.LinkCall):
-            task = self._spawn(self._generate(self.link, self._calls, message))
-            self._calls[message.number] = task, bool(message.call.terms.options.key)
+            RelayedCall(self._app, self.link, self.calls, message)
         elif isinstance(message, m.LinkCancel):
-            if (found := self._calls.pop(message.number, None)) is not None:
-                found[0].cancel()
+            if (found := self.calls.get(message.number)) is not None:
+                found.left()
         elif isinstance(message, m.LinkCounted):
             self._app.metrics.count(message.endpoint, message.status, message.seconds)
         elif isinstance(message, m.LinkUp):
@@ -134,34 +171,6 @@ class FrontProcess:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _generate(
-        self, link: m.Link, calls: dict[int, tuple[asyncio.Task[None], bool]], message: m.LinkCall
-    ) -> None:
-        serving, call, number = self._app.serving, message.call, message.number
-        exchange = RelayedCall(link, number)
-        try:
-            serving.enter(exchange)
-            try:
-                if call.stream:
-                    async with aclosing(serving.chunks(call)) as chunks:
-                        async for place, chunk in chunks:
-                            if chunk.sample is not None:
-                                self._app.metrics.made((chunk.sample,))
-                            link.send(m.LinkChunk(number, place, chunk))
-                    link.send(m.LinkChunk(number))
-                else:
-                    completions = await serving.completions(exchange, call)
-                    self._app.metrics.made(samples_of(completions))
-                    link.send(m.LinkAnswers(number, completions, exchange.aborted))
-            finally:
-                serving.leave(exchange)
-        except Refusal as refusal:
-            link.send(m.LinkRefusal.of(number, refusal))
-        except TrimtabError as error:
-            link.send(m.LinkRefusal.of(number, refusal_for_error(error)))
-        finally:
-            calls.pop(number, None)
 
     async def _reply(self, number: int, ask: Callable[[Any], Awaitable[Any]], message: Any) -> None:
         link = self.link

@@ -7,16 +7,19 @@ calls, tokenizers, and routes about the pool. Messages of one turn of the event 
 from __future__ import annotations
 
 import asyncio
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
 
+from trimtab.runtime.engines.engine import PromptIds
 from trimtab.runtime.gateway.exchange import Refusal
+from trimtab.runtime.gateway.fields import RequestTerms
 from trimtab.runtime.gateway.serving import GenerationCall
 from trimtab.runtime.gateway.settings import GatewaySettings
-from trimtab.runtime.rollout.sampling import Chunk, Completion
+from trimtab.runtime.rollout.sampling import Chunk, Completion, SamplingParams
 
 HELD_BYTES = 2**28  # written and not read by the other side, which then counts as stuck
 _LENGTH = struct.Struct("<I")
@@ -33,9 +36,32 @@ class LinkUp(LinkMessage):
 
 
 class LinkCall(LinkMessage):
-    """A generation call."""
+    """A generation call. `how` has its parameters and terms: those of many calls are alike, and are read once."""
 
-    call: GenerationCall
+    prompts: list[tuple[bytes, int]]  # as JSON, and how many ids
+    how: bytes
+    stream: bool
+    id: str
+    created: int
+    forward: tuple[str, dict[str, Any]] | None
+    raw: bool
+
+    @classmethod
+    def of(cls, number: int, call: GenerationCall) -> LinkCall:
+        how = msgspec.msgpack.encode((call.params, call.terms))
+        forward = None if call.forward is None else (call.forward[0], dict(call.forward[1]))
+        prompts = [(msgspec.json.encode(prompt), len(prompt)) for prompt in call.prompts]
+        return cls(number, prompts, how, call.stream, call.id, call.created, forward, call.raw)
+
+    def call(self) -> GenerationCall:
+        params, terms = _read_how(self.how)
+        prompts = [PromptIds(*prompt) for prompt in self.prompts]
+        return GenerationCall(prompts, params, terms, self.stream, self.id, self.created, self.forward, self.raw)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_how(how: bytes) -> tuple[list[SamplingParams], RequestTerms]:
+    return msgspec.msgpack.decode(how, type=tuple[list[SamplingParams], RequestTerms])
 
 
 class LinkCancel(LinkMessage):
@@ -87,10 +113,11 @@ class LinkStop(LinkMessage):
 
 
 class LinkChunk(LinkMessage):
-    """Of a stream; without a chunk: its end."""
+    """Of a stream; `last`: it has ended with this."""
 
-    prompt: int = 0
-    chunk: Chunk | None = None
+    prompt: int
+    chunk: Chunk
+    last: bool
 
 
 class LinkAnswers(LinkMessage):
@@ -182,7 +209,7 @@ class Link(asyncio.Protocol):
     def flush(self) -> None:
         out, self._out = self._out, []
         if out and not self.closed:
-            self.transport.write(b"".join(out))
+            self.transport.writelines(out)
 
     def close(self) -> None:
         self.flush()

@@ -12,9 +12,10 @@ The constant head of a stream's events is encoded once per call. A stream always
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.engines.tokenizer import RENDER_OPTIONS
 from trimtab.runtime.gateway import fields as extras
 from trimtab.runtime.gateway.exchange import Refusal, sse, to_json
@@ -51,8 +52,7 @@ _BY_TRIMTAB = {
 }
 
 
-@dataclass(frozen=True)
-class OpenAIOptions:
+class OpenAIOptions(Frozen):
     """What a response contains."""
 
     chat: bool

@@ -141,9 +141,7 @@ class GatewayApp:
                 await exchange.raw(answer, status, [(b"content-type", CONTENT_TYPE.encode())])
             else:
                 await exchange.json(answer, status)
-        except Refusal as refusal:
-            await exchange.refuse(refusal)
-        except TrimtabError as error:
+        except (Refusal, TrimtabError) as error:
             await exchange.refuse(refusal_for_error(error))
         except asyncio.TimeoutError:
             await exchange.refuse(Refusal(504, f"not done within {within_s:g} s", code="timeout"))

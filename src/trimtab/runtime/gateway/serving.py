@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trimtab.core.errors import TrimtabError
@@ -25,7 +26,7 @@ from trimtab.model.rollout import UP, End
 from trimtab.runtime.gateway.exchange import HttpExchange, Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.fields import DEFAULT_TERMS, BodyParser, RequestTerms, ServedKinds, read_terms
 from trimtab.runtime.gateway.settings import GatewaySettings
-from trimtab.runtime.rollout.request_api import RequestOptions
+from trimtab.runtime.rollout.request_api import RequestOptions, RestartGate, merge_chunks
 from trimtab.runtime.rollout.sampling import Chunk, Completion, PendingRequest, RefusedError, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def new_id() -> str:
 class GenerationCall:
     """Prompts to be answered. Answers are numbered over all prompts: see `number`."""
 
-    prompts: list[tuple[int, ...]]
+    prompts: Sequence[Sequence[int]]
     params: list[SamplingParams]  # per prompt
     terms: RequestTerms = DEFAULT_TERMS
     stream: bool = False
@@ -62,10 +63,12 @@ class GenerationCall:
         """Number of the answer `index` of a prompt among all answers."""
         return prompt * self.params[0].n + index if prompt else index
 
-    def options(self, prompt: int) -> RequestOptions:
-        """Each prompt of a call is a request of its own, also by its key."""
-        own = replace(self.terms.options, raw=True) if self.raw else self.terms.options
-        return own if len(self.prompts) == 1 or not own.key else replace(own, key=f"{own.key}/{prompt}")
+    def options(self, prompt: int) -> dict[str, Any]:
+        """Those of `RequestOptions`: each prompt of a call is a request of its own, also by its key."""
+        own = {**vars(self.terms.options), "raw": self.raw}
+        if len(self.prompts) > 1 and own["key"]:
+            own["key"] = f"{own['key']}/{prompt}"
+        return own
 
 
 def samples_of(completions: Sequence[Completion]) -> list[Sample]:
@@ -111,111 +114,212 @@ def response_headers(call: GenerationCall, samples: Sequence[Sample]) -> list[tu
     ]
 
 
-class PendingCall:
-    """Requests of one call; awaited and cancelled together. Raises if the first cannot be submitted."""
+class CallSink(Protocol):
+    """Hears what comes of a call, until the last chunk, the answers or the error."""
 
-    def __init__(self, pool: RolloutPool, call: GenerationCall, share: int) -> None:
-        self._pool, self._call, self._share = pool, call, share
-        self._submitted: list[list[PendingRequest]] = [[] for _ in call.prompts]
-        self._left: deque[tuple[int, int]] = deque()  # (prompt, sample) not submitted yet
-        self._open = 0
+    def chunk(self, prompt: int, chunk: Chunk, last: bool) -> None:
+        """Of a call that streams."""
+
+    def answered(self, completions: list[Completion]) -> None:
+        """All of one that does not."""
+
+    def failed(self, error: BaseException) -> None:
+        """It has ended without an answer, or within its stream."""
+
+
+class CallInbox:
+    """A sink with one reader."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def chunk(self, prompt: int, chunk: Chunk, last: bool) -> None:
+        self._put((prompt, chunk, last))
+
+    def answered(self, completions: list[Completion]) -> None:
+        self._put(completions)
+
+    def failed(self, error: BaseException) -> None:
+        self._put(error)
+
+    def _put(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Any]:
+        """All that has come, at least one; an error is raised after what came before it."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        if isinstance(items[-1], BaseException):
+            self._items = [items.pop()]
+        if not items:
+            raise self._items[0]
+        return items
+
+
+class PoolCallRun:
+    """Requests of one call in the pool, without a task. Raises if the first cannot be submitted."""
+
+    def __init__(self, pool: RolloutPool, call: GenerationCall, share: int, sink: CallSink) -> None:
+        self._pool, self._call, self._share, self._sink = pool, call, share, sink
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
+        self._submitted: list[list[PendingRequest]] = [[] for _ in call.prompts]
+        self._left = sum(params.n for params in call.params)  # answers
+        self._open = self._given_up = 0
+        self._ready: list[_PromptChunks] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._all_submitted: asyncio.Future[None] | None = None
+        self._closed = False
+        self._waiting: deque[tuple[int, Sequence[int] | None]] = deque()  # (prompt, samples) not submitted yet
+        if self._left <= share:
+            self._waiting.extend((place, None) for place in range(len(call.prompts)))
+        else:
+            self._waiting.extend((place, (index,)) for place, one in enumerate(call.params) for index in range(one.n))
         try:
-            if sum(params.n for params in call.params) <= share:
-                for place in range(len(call.prompts)):
-                    self._submit(place, None)
-            else:
-                self._left.extend(
-                    (place, index) for place, params in enumerate(call.params) for index in range(params.n)
-                )
-                self._fill()
-                self._all_submitted = self._loop.create_future()
+            self._fill()
         except BaseException:
-            self.cancel()
+            self.close()
             raise
 
-    def _submit(self, place: int, samples: Sequence[int] | None) -> list[PendingRequest]:
-        call = self._call
+    def _fill(self) -> None:
+        while self._waiting and self._open < self._share:
+            self._submit(*self._waiting[0])
+            self._waiting.popleft()
+
+    def _submit(self, place: int, samples: Sequence[int] | None) -> None:
+        call, pool = self._call, self._pool
         options, params = call.options(place), call.params[place]
-        if params.n > 1 and not options.group:
-            options = replace(options, group=f"{call.id}.{place}")
-        if options.deadline_s is not None:
-            options = replace(options, deadline_s=max(0.0, options.deadline_s - self._late_s()))
+        if params.n > 1 and not options["group"]:
+            options["group"] = f"{call.id}.{place}"
+        if options["deadline_s"] is not None:
+            options["deadline_s"] = max(0.0, options["deadline_s"] - self._loop.time() + self._began)
+        chunks = _PromptChunks(self, place) if call.stream and call.forward is None else None
         if call.forward is not None:
-            submitted = [self._pool.submit_forward(*call.forward, options)]
+            submitted = [pool.submit_forward(*call.forward, RequestOptions(**options))]
             if submitted[0].answered.done():
                 submitted[0].answered.result()  # raises if it was refused
         else:
-            submitted = self._pool.submit(call.prompts[place], params, samples=samples, checked=True, **vars(options))
+            prompt = call.prompts[place]
+            submitted = pool.submit(prompt, params, samples=samples, chunks=chunks, checked=True, **options)
+        self._open += len(submitted)
         self._submitted[place] += submitted
-        return submitted
-
-    def _late_s(self) -> float:
-        return self._loop.time() - self._began
-
-    def _fill(self) -> None:
-        while self._left and self._open < self._share:
-            place, index = self._left[0]
-            [request] = self._submit(place, (index,))
-            self._left.popleft()
-            self._open += 1
-            request.answered.add_done_callback(self._ended)
-
-    def _ended(self, answered: asyncio.Future[Sample]) -> None:
-        self._open -= 1
-        if self._left and self._timer is None:
-            self._go_on()
+        if chunks is not None:
+            chunks.gate = RestartGate(submitted)
+            return
+        for request in submitted:
+            request.answered.add_done_callback(self._answered)
 
     def _go_on(self) -> None:
         """Submits more. The first were accepted, so a full queue is waited for until the deadline."""
-        assert self._all_submitted is not None
         self._timer = None
-        if self._all_submitted.done():
-            return
         try:
             self._fill()
         except RefusedError as refused:
             allowed_s = self._call.terms.options.deadline_s
-            if allowed_s is not None and self._late_s() >= allowed_s:
-                self._all_submitted.set_exception(refused)
+            if allowed_s is not None and self._loop.time() - self._began >= allowed_s:
+                self._fail(refused)
             else:
                 self._timer = self._loop.call_later(refused.retry_after_s, self._go_on)
-            return
-        except TrimtabError as error:
-            self._all_submitted.set_exception(error)
-            return
-        if not self._left:
-            self._all_submitted.set_result(None)
+        except Exception as error:
+            self._fail(error)
 
-    async def answers(self) -> list[Completion]:
-        """All answers, once the last has come. Cancelling the wait cancels the requests."""
+    # ---- what comes of them ------------------------------------------------------------------------------------------
+
+    def soon(self, chunks: _PromptChunks) -> None:
+        """Chunks of one turn of the event loop go out together."""
+        if not self._ready:
+            self._loop.call_soon(self._send)
+        self._ready.append(chunks)
+
+    def _send(self) -> None:
+        ready, self._ready = self._ready, []
         try:
-            if self._all_submitted is not None:
-                await self._all_submitted
-                if self._left:
-                    raise Refusal(503, f"stopped before {len(self._left)} answers were begun", code="stopping")
-            # Flat first: Python 3.10 has no await in a nested comprehension.
-            answered = iter([await request.answered for row in self._submitted for request in row])
-            return [Completion(tuple(itertools.islice(answered, len(row)))) for row in self._submitted]
-        except BaseException:
-            self.cancel()
-            raise
+            for chunks in ready:
+                held, chunks.held = chunks.held, []
+                for merged in merge_chunks(held):
+                    for chunk in chunks.gate.passes(merged):
+                        if not self._closed:
+                            self._pass(chunks.place, chunk)
+        except Exception as error:
+            self._fail(error)
+
+    def _pass(self, place: int, chunk: Chunk) -> None:
+        if chunk.sample is not None:
+            self._open -= 1
+            self._left -= 1
+            if not self._left:
+                self._closed, self._submitted = True, []
+        self._sink.chunk(place, chunk, self._closed)
+        if self._waiting and self._timer is None:
+            self._go_on()
+
+    def _answered(self, answered: asyncio.Future[Sample]) -> None:
+        if self._closed:
+            return
+        self._open -= 1
+        self._left -= 1
+        if self._waiting and self._timer is None:
+            self._go_on()
+        elif not self._open and not self._waiting:
+            self._end()
+
+    def _end(self) -> None:
+        """All that was submitted is answered."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._given_up:
+            self._sink.failed(Refusal(503, f"stopped before {self._given_up} answers were begun", code="stopping"))
+            return
+        rows = [tuple([request.answered.result() for request in row]) for row in self._submitted]
+        self._submitted = []  # they refer to this
+        if self._call.stream:  # it went to an engine as it is, and comes whole
+            self._sink.chunk(0, Chunk(0, sample=rows[0][0]), True)
+        else:
+            self._sink.answered([Completion(row) for row in rows])
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._closed:
+            self.close()
+            self._sink.failed(error)
 
     def cancel(self) -> None:
         """Cancels unfinished requests; the answers are partial."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._all_submitted is not None and not self._all_submitted.done():
-            self._all_submitted.set_result(None)
-        for request in self.requests:
-            self._pool.cancel(request)
+        self._given_up += len(self._waiting)
+        self._waiting.clear()
+        for row in self._submitted:
+            for request in row:
+                self._pool.cancel(request.spec.id)
+        if not self._open:
+            self._loop.call_soon(self._end)
 
-    @property
-    def requests(self) -> Sequence[str]:
-        return [request.spec.id for row in self._submitted for request in row]
+    def close(self) -> None:
+        """Ends it, and nothing more is said of it; harmless after its end."""
+        if not self._closed:
+            self._closed = True
+            self.cancel()
+        self._submitted = []
+
+
+class _PromptChunks:
+    """Chunks of one prompt that are not sent yet."""
+
+    gate: RestartGate
+
+    def __init__(self, run: PoolCallRun, place: int) -> None:
+        self._run, self.place = run, place
+        self.held: list[Chunk] = []
+
+    def put_nowait(self, chunk: Chunk) -> None:
+        if not self.held:
+            self._run.soon(self)
+        self.held.append(chunk)
 
 
 class ResponseFormat(Protocol):
@@ -253,6 +357,16 @@ class GenerationMetrics(Protocol):
         """Its samples."""
 
 
+class OpenCall(Protocol):
+    """A call until it is answered: of a connection here, or of another process."""
+
+    closing: bool
+    aborted: bool
+
+    def abort(self, why: str) -> None:
+        """Ends the response now, with what there is."""
+
+
 class GenerationTracker:
     """Open calls."""
 
@@ -260,8 +374,8 @@ class GenerationTracker:
         self._pool, self.settings, self.metrics = pool, settings, metrics
         self.bodies = BodyParser(settings.parse_s)
         self.stopping = False
-        self._open: set[HttpExchange] = set()
-        self.waiting: dict[HttpExchange, PendingCall] = {}  # calls answered in one piece
+        self._open: set[OpenCall] = set()
+        self.waiting: dict[OpenCall, Callable[[], None]] = {}  # calls answered in one piece: what cancels them
         self._empty = asyncio.Event()
         self._kinds: frozenset[str] = frozenset()
         self._capacity = 0
@@ -291,7 +405,7 @@ class GenerationTracker:
             self._capacity = sum(view.spec.limit for view in views)
             self._fresh_until = now + REFRESH_S
 
-    def enter(self, exchange: HttpExchange) -> None:
+    def enter(self, exchange: OpenCall) -> None:
         """Counts a call as open, or refuses it."""
         if self.stopping:
             exchange.closing = True
@@ -304,27 +418,44 @@ class GenerationTracker:
         self._open.add(exchange)
         self._empty.clear()
 
-    def leave(self, exchange: HttpExchange) -> None:
-        exchange.uncancellable()
+    def leave(self, exchange: OpenCall) -> None:
         self.waiting.pop(exchange, None)
         self._open.discard(exchange)
         if not self._open:
             self._empty.set()
 
-    async def completions(self, exchange: HttpExchange, call: GenerationCall) -> list[Completion]:
-        """All answers of a call."""
+    def begin(self, call: GenerationCall, exchange: OpenCall, sink: CallSink) -> Callable[[], None]:
+        """Begins a call, and returns what ends it without a word; raises if it is refused."""
         assert self._pool is not None
-        waiting = self.waiting[exchange] = PendingCall(self._pool, call, self.share())
-        completions = await waiting.answers()
-        del self.waiting[exchange]
-        return completions
+        run = PoolCallRun(self._pool, call, self.share(), sink)
+        if not call.stream:
+            self.waiting[exchange] = run.cancel
+        return run.close
 
-    def chunks(
-        self, call: GenerationCall, exchange: HttpExchange | None = None
-    ) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Chunks of a call; closing it cancels the requests."""
-        assert self._pool is not None
-        return chunks_of(self._pool, call, self.share())
+    async def completions(self, exchange: OpenCall, call: GenerationCall) -> list[Completion]:
+        """All answers of a call."""
+        inbox = CallInbox()
+        close = self.begin(call, exchange, inbox)
+        try:
+            found: list[Completion] = (await inbox.take())[0]
+            return found
+        finally:
+            close()
+            self.waiting.pop(exchange, None)
+
+    async def chunks(self, call: GenerationCall, exchange: OpenCall) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """Chunks of a call; closing it cancels the requests. What went to an engine as it is comes whole."""
+        inbox, last = CallInbox(), False
+        close = self.begin(call, exchange, inbox)
+        try:
+            while not last:
+                came = await inbox.take()
+                last = came[-1][2]
+                for place, some in itertools.groupby(came, key=operator.itemgetter(0)):
+                    for chunk in merge_chunks([one[1] for one in some]):
+                        yield place, chunk
+        finally:
+            close()
 
     async def until_empty(self, within_s: float) -> bool:
         """Whether all open calls ended in time."""
@@ -338,11 +469,11 @@ class GenerationTracker:
     def abort_all(self, why: str = STOPPING) -> int:
         """Answers all open calls now, with what there is; how many."""
         for exchange in list(self._open):
-            waiting = self.waiting.get(exchange)
-            if waiting is not None:
+            cancel = self.waiting.get(exchange)
+            if cancel is not None:
                 exchange.closing = exchange.closing or self.stopping
                 exchange.aborted = not self.stopping
-                waiting.cancel()  # partial answers come at once
+                cancel()  # partial answers come at once
             else:
                 exchange.abort(why)
         return len(self._open)
@@ -362,10 +493,9 @@ class GenerationEndpoint:
             try:
                 await self._answer(exchange)
             finally:
+                exchange.uncancellable()
                 serving.leave(exchange)
-        except Refusal as refusal:
-            await exchange.refuse(refusal)
-        except TrimtabError as error:
+        except (Refusal, TrimtabError) as error:
             await exchange.refuse(refusal_for_error(error))
         except asyncio.CancelledError:
             if not (exchange.client_gone or exchange.abort_reason):
@@ -422,75 +552,5 @@ class GenerationEndpoint:
         except (TrimtabError, Refusal) as fault:
             if not begun:
                 raise
-            await exchange.write(form.fault(fault if isinstance(fault, Refusal) else refusal_for_error(fault)))
+            await exchange.write(form.fault(refusal_for_error(fault)))
         await exchange.write(tail + form.end(), more=False)
-
-
-async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Chunks of all prompts of a call, with the prompt's index; closing it cancels the requests.
-
-    As many prompts stream at a time as fit in the call's share, at least one. What went to an engine as it is comes
-    whole.
-    """
-    if call.forward is not None:
-        (completion,) = await PendingCall(pool, call, share).answers()
-        yield 0, Chunk(0, sample=completion.samples[0])
-        return
-    if len(call.prompts) == 1:
-        async with aclosing(_stream_of(pool, call, 0)) as stream:
-            async for chunk in stream:
-                yield 0, chunk
-        return
-    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
-    concurrent = max(1, share // call.params[0].n)
-    turns = asyncio.Semaphore(concurrent)
-    tasks = [
-        asyncio.create_task(_pump(pool, call, place, queue, turns, retry=place >= concurrent))
-        for place in range(len(call.prompts))
-    ]
-    try:
-        left = len(tasks)
-        while left:
-            place, item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield place, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    pool: RolloutPool,
-    call: GenerationCall,
-    place: int,
-    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
-    turns: asyncio.Semaphore,
-    *,
-    retry: bool,
-) -> None:
-    """Chunks of one prompt; a full queue refuses the call, or is waited for once the call has begun."""
-    try:
-        async with turns:
-            while True:
-                try:
-                    async with aclosing(_stream_of(pool, call, place)) as stream:
-                        async for chunk in stream:
-                            queue.put_nowait((place, chunk))
-                    break
-                except RefusedError as refused:  # before the first chunk
-                    if not retry:
-                        raise
-                    await asyncio.sleep(refused.retry_after_s)
-    except Exception as fault:
-        queue.put_nowait((place, fault))
-    else:
-        queue.put_nowait((place, None))
-
-
-def _stream_of(pool: RolloutPool, call: GenerationCall, place: int) -> AsyncGenerator[Chunk, None]:
-    return pool.stream(call.prompts[place], call.params[place], restarts="hold", **vars(call.options(place)))

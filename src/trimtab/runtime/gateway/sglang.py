@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
 from trimtab.runtime.engines.engine import ROUTED_EXPERTS, RawAnswer
@@ -50,8 +51,7 @@ SAMPLING = (
 _OURS = frozenset({"id", "prompt_tokens", "completion_tokens", "e2e_latency", "weight_version", "weight_versions"})
 
 
-@dataclass(frozen=True)
-class SglangOptions:
+class SglangOptions(Frozen):
     """What a response contains."""
 
     single: bool  # one prompt, not in a list

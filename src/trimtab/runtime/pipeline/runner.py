@@ -379,8 +379,7 @@ def _raise_first_fault(
         reason = f"{type(cause).__name__.removeprefix('RayTaskError')}: {lines[0]}"
     late = isinstance(cause, StageError) and not cause.passed_on
     raise UnreachableError(
-        f"stage {first_index + 1} ({host}) failed: {reason}",
-        hint="--timeout allows a longer wait" if late else None,
+        f"stage {first_index + 1} ({host}) failed: {reason}", hint="--timeout allows a longer wait" if late else None
     ) from None
 
 

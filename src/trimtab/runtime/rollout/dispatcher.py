@@ -290,7 +290,7 @@ class Dispatcher:
         plan = self._plan(attempt, support, send)
         calls = bridges = 0
         while True:
-            buffer = await self._stop_buffer(attempt, engine)
+            buffer = await self._stop_buffer(attempt, engine) if pending.ids else None
             if buffer is not None and (stopped := buffer.before()) is not None:
                 await self._finish_at_stop(attempt, buffer, stopped, engine)
                 return e.AttemptFinished(send.request, send.attempt, pending.made, End.stop, attempt.version)
@@ -463,7 +463,7 @@ class Dispatcher:
     async def _stop_buffer(self, attempt: RequestAttempt, engine: Engine) -> StopStringBuffer | None:
         """Text so far of a resumed answer: engines hold back text, which an abort loses."""
         pending = attempt.pending
-        if not pending.ids or (pending.cuts and not pending.params.stop):
+        if pending.cuts and not pending.params.stop:
             return None
         tokenizer = tokenizer_of(engine)
         if tokenizer is not None:

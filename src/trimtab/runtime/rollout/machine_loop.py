@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -105,14 +105,14 @@ class RolloutCore:
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
     background: Background = field(default_factory=lambda: Background(prefix="rollout"))
-    probe_token: int = 1  # a token id that the engines know
+    known_ids: Sequence[int] = (1,)  # token ids that the engines know
     closing: bool = False
 
     def __post_init__(self) -> None:
         self._unreported: dict[tuple[str, int], RequestAttempt] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at: float | None = None
+        self._timer_at = 0.0
         self._waiters: list[asyncio.Future[None]] = []
         self._handling = False
         self._ticks_failed = 0  # consecutive
@@ -222,21 +222,22 @@ class RolloutCore:
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
+        """Sets the timer anew only for an earlier deadline: one that has moved away is found when it fires."""
         due = self.machine.next_deadline()
-        if due == self._timer_at and self._timer is not None:
+        if due is None or self.closing or (self._timer is not None and due >= self._timer_at):
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._timer_at = due
-        if due is not None and not self.closing:
-            wait_s = max(due - self.clock(), MIN_WAIT_S)
-            with contextlib.suppress(RuntimeError):  # no event loop runs: the next event on one arms it
-                self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
+        wait_s = max(due - self.clock(), MIN_WAIT_S)
+        with contextlib.suppress(RuntimeError):  # no event loop runs: the next event on one arms it
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
-        self._timer, self._timer_at = None, None
-        if self.closing:
+        self._timer, due = None, self.machine.next_deadline()
+        if self.closing or due is None or due > self.clock():
+            self._arm()
             return
         try:
             self.handle_event(e.RolloutTick())

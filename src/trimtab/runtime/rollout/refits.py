@@ -177,8 +177,7 @@ class RefitSession:
             worker = self._core.machine.worker(self.outcome.failed[0])
             why = "" if worker is None else f"; {worker.worker}: {worker.reason.sentence}"
             raise InfeasibleError(
-                f"no engine has version {self.version}: {self.outcome.reason.sentence}{why}",
-                hint=self._way_back(),
+                f"no engine has version {self.version}: {self.outcome.reason.sentence}{why}", hint=self._way_back()
             )
 
     def _way_back(self) -> str:

@@ -24,6 +24,7 @@ from trimtab.runtime.rollout.leases import EngineLeases, Lease
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.sampling import (
     Chunk,
+    ChunkSink,
     Completion,
     ForwardedAnswer,
     PendingRequest,
@@ -219,7 +220,7 @@ class RequestApi:
         pending: list[PendingRequest] = []
         try:
             pending += self._submit_all(ids, params, range(params.n), chunks, RequestOptions(spans=spans, **given))
-            gate = _RestartGate(pending) if restarts == "hold" else None
+            gate = RestartGate(pending) if restarts == "hold" else None
             left = len(pending)
             while left:
                 arrived = [await chunks.get(), *(chunks.get_nowait() for _ in range(chunks.qsize()))]
@@ -237,26 +238,27 @@ class RequestApi:
         params: SamplingParams = NO_PARAMS,
         *,
         samples: Sequence[int] | None = None,
+        chunks: ChunkSink | None = None,
         spans: bool = True,
         checked: bool = False,
         **given: Unpack[RequestArguments],
     ) -> list[PendingRequest]:
         """Submits without waiting: await `answered` of each sample; `cancel(request.spec.id)` ends it.
 
-        Raises RefusedError, with none submitted, if the queue is full. `samples`: only these of the n.
-        `checked`: the prompt has token ids and nothing else.
+        Raises RefusedError, with none submitted, if the queue is full. `samples`: only these of the n. `chunks` takes
+        what comes of them, the last with the sample. `checked`: the prompt has token ids and nothing else.
         """
         self._require_running()
-        ids = tuple(prompt) if checked and prompt else checked_prompt(prompt, "prompt")
+        ids = prompt if checked and prompt else checked_prompt(prompt, "prompt")
         which = range(params.n) if samples is None else samples
-        return self._submit_all(ids, params, which, None, RequestOptions(spans=spans, **given))
+        return self._submit_all(ids, params, which, chunks, RequestOptions(spans=spans, **given))
 
     def _submit_all(
         self,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         params: SamplingParams,
         samples: Sequence[int],
-        chunks: asyncio.Queue[Chunk] | None,
+        chunks: ChunkSink | None,
         options: RequestOptions,
     ) -> list[PendingRequest]:
         key = options.key
@@ -278,10 +280,10 @@ class RequestApi:
 
     def _submit(
         self,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         params: SamplingParams,
         index: int,
-        chunks: asyncio.Queue[Chunk] | None,
+        chunks: ChunkSink | None,
         options: RequestOptions,
         forward: ForwardRequest | None = None,
         prompt_tokens: int = 0,
@@ -311,7 +313,7 @@ class RequestApi:
         pending = core.pending[spec.id] = PendingRequest(
             spec, prompt, own, index, answered, chunks, forward=forward, takes_raw=raw
         )
-        core.probe_token = prompt[0] if prompt else core.probe_token
+        core.known_ids = prompt or core.known_ids
         try:
             core.handle_event(e.RequestArrived(spec))
         except BaseException:
@@ -376,7 +378,7 @@ def merge_chunks(chunks: list[Chunk]) -> list[Chunk]:
     return out
 
 
-class _RestartGate:
+class RestartGate:
     """Holds back chunks that may be retracted: those of requests that would restart from the prompt.
 
     Chunks of resumable requests pass at once. If such a request restarts all the same (because of unidentified

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -87,7 +87,7 @@ class SamplingParams(Frozen):
     def engine_request(
         self,
         name: str,
-        token_ids: tuple[int, ...],
+        token_ids: Sequence[int],
         max_tokens: int,
         min_tokens: int,
         piece: int | None = 1,
@@ -184,6 +184,13 @@ class Chunk(Frozen):
     sample: Sample | None = None  # with the last chunk
 
 
+class ChunkSink(Protocol):
+    """Takes chunks, at any time, and does nothing else then: a queue, for one."""
+
+    def put_nowait(self, chunk: Chunk, /) -> None:
+        """The next one."""
+
+
 class RefusedError(UnreachableError):
     """The queue is full. Retry after `retry_after_s`."""
 
@@ -236,11 +243,11 @@ class PendingRequest:
     """
 
     spec: RequestSpec
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams
     index: int
     answered: asyncio.Future[Sample]
-    chunks: asyncio.Queue[Chunk] | None = None  # set for streaming clients
+    chunks: ChunkSink | None = None  # set for streaming clients
     attempt: int = 0
     worker: str = ""
     ids: list[int] = field(default_factory=list)
@@ -356,7 +363,7 @@ class PendingRequest:
         if self.answered.done():
             return
         raw = self.raw if end in (End.stop, End.length) and self.raw is not None and self.raw.ended else None
-        if raw is None:
+        if raw is None and self.raw is not None:
             with contextlib.suppress(MalformedOutput, TypeError, ValueError, IndexError):
                 self.read()
         sample = Sample(

@@ -193,7 +193,7 @@ class WorkerActions:
     async def _probe(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         """Generates one token: a health page proves nothing about a wedged engine."""
         order = GenerateRequest(
-            f"probe-{action.worker}-{action.attempt}", (self._core.probe_token,), 1, temperature=0.0
+            f"probe-{action.worker}-{action.attempt}", (self._core.known_ids[0],), 1, temperature=0.0
         )
         async with contextlib.aclosing(_require_engine(handle).generate(order)) as pieces:
             async for _ in pieces:

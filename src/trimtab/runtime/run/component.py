@@ -14,19 +14,19 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, cast
 
 from trimtab.core.errors import InputError, UnreachableError, meant
+from trimtab.core.frozen import Frozen
 
 MAX_PARENT_FOLDERS = 4  # searched above the job file for a module that Python does not find
 
 FaultKind = Literal["raised", "hung", "wrong type", "unhealthy", "died"]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Frozen):
     """Where a component runs and with what. `devices` are GPU numbers of its node, `gpus` is their count.
 
     `iteration` is the first that it will run; `folder` is the run's, for its own files; `near` is the job file's
@@ -49,8 +49,7 @@ class Place:
     near: Path | None = None
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(Frozen):
     """One unit of work. `data` is the output of the component before it, a dict by name if there are several, and the
     run's input (None without one) for a component without predecessors.
     """
@@ -61,8 +60,7 @@ class Batch:
     data: Any = None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(Frozen):
     """What a step may return instead of plain data to report metrics too."""
 
     data: Any = None

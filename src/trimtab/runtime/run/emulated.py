@@ -14,13 +14,13 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import MAX_COUNT, Ranges, check_fields
 from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.model.plan import Plan
@@ -65,8 +65,7 @@ class VirtualClock:
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Disturbance:
+class Disturbance(Frozen):
     """How real times differ from profiled ones.
 
     `noise` is the spread between iterations, `step_noise` between batches: standard deviations of the logarithm, with a

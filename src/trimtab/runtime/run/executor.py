@@ -19,11 +19,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.run.component import (
     Batch,
     ComponentError,
@@ -65,8 +66,7 @@ CallSpan = tuple[str, float, float]
 """A bucket of the ledger (or `CALL`), and its seconds."""
 
 
-@dataclass(frozen=True)
-class ComponentStartSpec:
+class ComponentStartSpec(Frozen):
     """What to create: a class with its settings (`use`), or an emulated component (`use` is None)."""
 
     place: Place
@@ -77,8 +77,7 @@ class ComponentStartSpec:
     pace: Mapping[str, Any] | None = None  # emulated times for paced user code
 
 
-@dataclass(frozen=True)
-class CallResult:
+class CallResult(Frozen):
     """Result of a call: the seconds of the component's method, and a small plain value or the data.
 
     `spans` are on the clock of the process that executed it, the whole call first; an executor makes them seconds since

@@ -17,15 +17,7 @@ from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.order import BatchStep, ExecutionOrder, GpuTurn, PlanAction, WeightSyncStep
 from trimtab.runtime.run.component import ComponentError
-from trimtab.runtime.run.executor import (
-    NO_MEMORY,
-    WRITING,
-    BegunCall,
-    CallResult,
-    Executor,
-    hung_error,
-    written_mark,
-)
+from trimtab.runtime.run.executor import NO_MEMORY, WRITING, BegunCall, CallResult, Executor, hung_error, written_mark
 from trimtab.runtime.run.folder import EmitEvent, RunFolder
 from trimtab.runtime.run.measurements import RunMeasurements
 

@@ -6,13 +6,14 @@ Needs neither pydantic nor a YAML reader: a job made in Python runs without them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.model.plan import Plan
 from trimtab.model.run import Iteration, ReplanRules
 from trimtab.model.workflow import ANY_KIND, Component, PlacementJob, Variant, Workflow, check_workflow
@@ -25,8 +26,7 @@ from trimtab.runtime.run.emulated import UNDISTURBED, Disturbance
 UNMEASURED_S = 1.0  # placeholder for unknown costs, so that components can be placed for measuring
 
 
-@dataclass(frozen=True)
-class ComponentCode:
+class ComponentCode(Frozen):
     """The code of a component: a class with its settings, or (`use` is None) emulated.
 
     With `paced` the code is real and its steps are stretched to emulated times.
@@ -39,8 +39,7 @@ class ComponentCode:
     paced: bool = False
 
 
-@dataclass(frozen=True)
-class RunJob:
+class RunJob(Frozen):
     """A job with everything needed to run it. `unmeasured` are components without stated costs.
 
     `near` is the job file's folder, searched for modules that Python does not find. A component call that takes longer

@@ -9,13 +9,14 @@ component without any costs is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats import yaml_text
 from trimtab.formats.job import matches, ranks_of
 from trimtab.formats.loaded import LoadedJob
@@ -33,8 +34,7 @@ TREND, TREND_WIDTHS = 0.04, 5.0  # a trend of no more than this, or than this ma
 NEWEST = 20  # last iterations that give switches and syncs
 
 
-@dataclass(frozen=True)
-class CostStretch:
+class CostStretch(Frozen):
     """Consecutive iterations in which a component ran with the same GPU count, kind and variant."""
 
     gpus: int
@@ -65,8 +65,7 @@ def _end_of(values: Sequence[float]) -> tuple[float, float]:
     return median(level), width
 
 
-@dataclass(frozen=True)
-class PastComponentCosts:
+class PastComponentCosts(Frozen):
     """Costs of one component at the level of the run's end: points, newest first, and its drift."""
 
     points: tuple[tuple[CostStretch, float], ...]

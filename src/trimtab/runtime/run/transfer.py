@@ -15,9 +15,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.run.component import error_text
 
 STORED_BYTES = 2**20  # from here on data is stored by its maker, with a timer; less travels with the call
@@ -28,8 +28,7 @@ class NotOpenedError(Exception):
     """Memory of another process cannot be opened here."""
 
 
-@dataclass(frozen=True)
-class GpuHandle:
+class GpuHandle(Frozen):
     """A tensor on a GPU, by CUDA IPC; `arguments` are those of torch's `rebuild_cuda_tensor`."""
 
     gpu: str
@@ -58,8 +57,7 @@ def gpu_handle(tensor: Any) -> GpuHandle | None:
     return GpuHandle(gpu_id(sys.modules["torch"], tensor.device.index), *reduce_tensor(tensor))
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(Frozen):
     """A pickled value, with its buffers out of band, and handles of what stays where it is."""
 
     head: Any
@@ -71,8 +69,7 @@ class Packed:
         return sum(memoryview(buffer).nbytes for buffer in (self.head, *self.buffers))
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(Frozen):
     """A packed value in the object store."""
 
     reference: Any

@@ -23,13 +23,7 @@ from trimtab.runtime.http.tokens import without_tokens
 from trimtab.runtime.procs.ports import free_ports, is_free, listening_sockets, sockets_of
 from trimtab.runtime.procs.processes import NOT_FOUND, ProcessIdentity, born, descendants, exited, gone, send, table
 from trimtab.runtime.rayapi.private import logs_dir
-from trimtab.runtime.rollout.launch.launcher import (
-    NODE_ADDRESS,
-    EngineCommand,
-    EngineProcessState,
-    base_url,
-    safe_name,
-)
+from trimtab.runtime.rollout.launch.launcher import NODE_ADDRESS, EngineCommand, EngineProcessState, base_url, safe_name
 
 GUARD = "trimtab.runtime.rollout.launch.process_guard"
 KILL_S = 10.0  # for a killed process to disappear

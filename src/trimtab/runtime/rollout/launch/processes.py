@@ -221,11 +221,7 @@ async def wait_until_serving(
 
 
 async def _try_attach(
-    name: str,
-    url: str,
-    command: EngineCommand,
-    session: aiohttp.ClientSession,
-    deadlines: EngineDeadlines | None,
+    name: str, url: str, command: EngineCommand, session: aiohttp.ClientSession, deadlines: EngineDeadlines | None
 ) -> tuple[HttpEngine | None, str]:
     """The engine if it would serve, and its state."""
     try:

@@ -292,13 +292,7 @@ class EngineObjectSpec:
 class ThreadedEngine(ActorEngine):
     """An engine object on an EngineThread, here or in another process."""
 
-    def __init__(
-        self,
-        name: str,
-        methods: frozenset[str],
-        exchange: ExchangeCall,
-        weights_at: WeightsAt,
-    ) -> None:
+    def __init__(self, name: str, methods: frozenset[str], exchange: ExchangeCall, weights_at: WeightsAt) -> None:
         super().__init__(name, SimpleNamespace(**dict.fromkeys(methods, True)))  # in place of an actor's handle
         self._exchange = exchange
         self._weights_at = weights_at
@@ -483,11 +477,7 @@ class ObjectLauncher:
     """Engine objects in this process, each on its own thread: no Ray, no other process."""
 
     def __init__(
-        self,
-        spec: EngineObjectSpec,
-        methods: frozenset[str],
-        place_of: Callable[[str], Place],
-        weights_at: WeightsAt,
+        self, spec: EngineObjectSpec, methods: frozenset[str], place_of: Callable[[str], Place], weights_at: WeightsAt
     ) -> None:
         self._spec, self._methods, self._place_of, self._weights_at = spec, methods, place_of, weights_at
         self._threads: dict[str, EngineThread] = {}
