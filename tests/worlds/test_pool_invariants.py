@@ -403,8 +403,12 @@ def test_an_idle_slot_that_is_claimed_while_it_is_withheld_for_another_task_is_n
     fate = Fate()
     fate.begin(
         sizes=[2, 4, 4],
-        first=pool("p", Resources.of(gpu=6, cpu=40), reuse=True, return_preempts=True, wait_s=1e5, starvation_timeout_s=0.0),
-        second=pool("q", Resources.of(gpu=3, cpu=40), reserved=(gpus(1),), reuse=False, wait_s=1e5, starvation_timeout_s=0.0),
+        first=pool(
+            "p", Resources.of(gpu=6, cpu=40), reuse=True, return_preempts=True, wait_s=1e5, starvation_timeout_s=0.0
+        ),
+        second=pool(
+            "q", Resources.of(gpu=3, cpu=40), reserved=(gpus(1),), reuse=False, wait_s=1e5, starvation_timeout_s=0.0
+        ),
         rules=policy(None, same_pool=True, same_pool_gap=0.5, label_gap=0.1, cross_pool=True, cross_pool_gap=5.0),
         crowd=9,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Container, Sequence
 
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Message
 
 
 class ReasonCode(str, enum.Enum):
@@ -132,7 +132,7 @@ class ReasonCode(str, enum.Enum):
     stuck = "STUCK"  # neither the old nor the new plan can run: the run stops
 
 
-class Reason(Frozen):
+class Reason(Message):
     """The cause of a wait, start, eviction or end: a code for programs and a sentence for users."""
 
     code: ReasonCode
@@ -142,7 +142,7 @@ class Reason(Frozen):
         return f"{self.code.value}: {self.sentence}"
 
 
-class StoryEntry(Frozen):
+class StoryEntry(Message):
     """One entry of a story: time, new state and reason."""
 
     at: float

@@ -8,7 +8,7 @@ prompts, tokens and texts stay with the caller. Events are idempotent.
 
 from __future__ import annotations
 
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Frozen, Message
 from trimtab.core.reasons import Reason
 from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.rollout import (
@@ -24,7 +24,7 @@ from trimtab.model.rollout import (
 )
 
 
-class RolloutEvent(Frozen):
+class RolloutEvent(Message):
     """An event of the rollout machine."""
 
 
@@ -288,7 +288,7 @@ class RolloutTick(RolloutEvent):
 # ---- instructions -----------------------------------------------------------------------------------------------
 
 
-class SendRequest(Frozen):
+class SendRequest(Message):
     """Ask the worker for the rest: prompt plus `resumed` tokens in.
 
     Ends in AttemptFinished, AttemptFailed, AbortedExternally or, after an AbortAttempt, AbortDone. The machine itself
@@ -305,7 +305,7 @@ class SendRequest(Frozen):
     reason: Reason
 
 
-class AbortAttempt(Frozen):
+class AbortAttempt(Message):
     """Abort this attempt and report its tokens. Ends in AbortDone, or in AttemptFinished where that came first."""
 
     request: str
@@ -315,7 +315,7 @@ class AbortAttempt(Frozen):
     reason: Reason
 
 
-class AnswerRequest(Frozen):
+class AnswerRequest(Message):
     """Answer the client, exactly once. `of`: the request whose answer it is, where an idempotency key said so."""
 
     request: str
@@ -326,7 +326,7 @@ class AnswerRequest(Frozen):
     of: str = ""
 
 
-class RefuseRequest(Frozen):
+class RefuseRequest(Message):
     """Reject the request; this is its answer. It may be retried after `retry_after_s`."""
 
     request: str

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import msgspec
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Frozen, Message
 
 
 class FinishReason(str, enum.Enum):
@@ -80,7 +80,7 @@ class PromptIds(Sequence[int]):
         return iter(msgspec.json.decode(self.json))
 
 
-class GenerateRequest(Frozen):
+class GenerateRequest(Message):
     """One generation request to an engine: token ids in, token ids out."""
 
     id: str
@@ -128,7 +128,7 @@ ROUTED_EXPERTS = "return_routed_experts"
 """A field of `extra`: the answer's `extra` has its experts as `routed_experts`, as the engine writes them."""
 
 
-class ForwardRequest(Frozen):
+class ForwardRequest(Message):
     """A call that only the engine understands, sent as it is: its reply is the `body` in the delta's `extra`."""
 
     id: str
@@ -159,7 +159,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """Top ids at one position with their log-probabilities, best first."""
 
 
-class RawAnswer(Frozen):
+class RawAnswer(Message):
     """All tokens of an answer so far, in SGLang's own JSON: most are passed on as they are and never read."""
 
     tokens: int
@@ -199,7 +199,7 @@ def sglang_logprobs(
     return logprobs, tuple(tuple((int(top[1]), float(top[0])) for top in place[:requested]) for place in ranked)
 
 
-class StreamDelta(Frozen):
+class StreamDelta(Message):
     """What a stream added since the previous delta."""
 
     token_ids: tuple[int, ...] = ()
@@ -214,7 +214,7 @@ class StreamDelta(Frozen):
     raw: RawAnswer | None = None  # instead of tokens and text, of which it has all so far
 
 
-class PartialOutput(Frozen):
+class PartialOutput(Message):
     """Everything a stream gave until it ended or failed."""
 
     token_ids: tuple[int, ...] = ()

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trimtab.core.errors import nearest
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Message
 from trimtab.core.plain_data import fault_of
 from trimtab.model.rollout import DEFAULT_CLASS
 from trimtab.runtime.gateway.exchange import Headers, Refusal, invalid_value, to_json
@@ -345,7 +345,7 @@ MAX_CHARS = 256
 MAX_VERSION_DIGITS = 18
 
 
-class RequestTerms(Frozen):
+class RequestTerms(Message):
     """Terms of one call."""
 
     options: RequestOptions = field(default_factory=RequestOptions)

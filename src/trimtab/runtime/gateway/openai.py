@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Message
 from trimtab.runtime.engines.tokenizer import RENDER_OPTIONS
 from trimtab.runtime.gateway import fields as extras
 from trimtab.runtime.gateway.exchange import Refusal, sse, to_json
@@ -52,7 +52,7 @@ _BY_TRIMTAB = {
 }
 
 
-class OpenAIOptions(Frozen):
+class OpenAIOptions(Message):
     """What a response contains."""
 
     chat: bool

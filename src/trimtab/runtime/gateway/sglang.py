@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Message
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
 from trimtab.runtime.engines.engine import ROUTED_EXPERTS, RawAnswer
@@ -51,7 +51,7 @@ SAMPLING = (
 _OURS = frozenset({"id", "prompt_tokens", "completion_tokens", "e2e_latency", "weight_version", "weight_versions"})
 
 
-class SglangOptions(Frozen):
+class SglangOptions(Message):
     """What a response contains."""
 
     single: bool  # one prompt, not in a list

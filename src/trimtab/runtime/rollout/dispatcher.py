@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Frozen, Message
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End, RolloutRules
 from trimtab.runtime.engines.engine import (
@@ -50,7 +50,7 @@ class WeightsChangedError(EngineError):
     """The version of the weights that made some tokens is unknown."""
 
 
-class PiecePlan(Frozen):
+class PiecePlan(Message):
     """How one attempt asks its engine."""
 
     piece: int | None  # tokens of a delta (`GenerateRequest.piece`)

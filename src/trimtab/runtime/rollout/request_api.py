@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import msgspec
 
 from trimtab.core.errors import InputError, UnreachableError, nearest
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Message
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
 from trimtab.runtime.engines.engine import ForwardRequest
@@ -43,7 +43,7 @@ BYTES_PER_TOKEN = 4  # of a forwarded body
 MAX_PROMPT_TOKENS = 32_768  # as which a forwarded body counts at most: images are many bytes, and few tokens
 
 
-class RequestOptions(Frozen):
+class RequestOptions(Message):
     """How a request is scheduled, as in `RequestSpec`."""
 
     class_: str = DEFAULT_CLASS

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.core.frozen import Frozen
+from trimtab.core.frozen import Frozen, Message
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, RequestSpec, Span
 from trimtab.runtime.engines.engine import (
@@ -116,7 +116,7 @@ class SamplingParams(Frozen):
         )
 
 
-class Sample(Frozen):
+class Sample(Message):
     """One answer. `ok`: it ended with a stop or at max_tokens; otherwise `reason` says why not."""
 
     request: str
@@ -141,7 +141,7 @@ class Sample(Frozen):
         return self.end in (End.stop, End.length)
 
 
-class Completion(Frozen):
+class Completion(Message):
     """All samples of one prompt."""
 
     samples: tuple[Sample, ...]
@@ -151,7 +151,7 @@ class Completion(Frozen):
         return all(sample.ok for sample in self.samples)
 
 
-class ForwardedAnswer(Frozen):
+class ForwardedAnswer(Message):
     """An engine's own reply to a request that was sent to it as it is."""
 
     request: str
@@ -172,7 +172,7 @@ class ForwardedAnswer(Frozen):
         raise wrong(sample.reason.sentence)
 
 
-class Chunk(Frozen):
+class Chunk(Message):
     """What a sample gained since its previous chunk."""
 
     index: int  # 0 .. n - 1
