@@ -233,7 +233,7 @@ def logs(
 
         trimtab task logs rollout-03 --tail 50 --follow
     """
-    from trimtab.runtime.rayapi.logs import log_lines
+    from trimtab.runtime.rayapi.connect import log_lines
 
     with controller_session(address, name) as session:
         seen = session.task(task).seen

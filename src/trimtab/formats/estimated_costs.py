@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats import run_settings
 from trimtab.formats.frameworks.run_inputs import read_with_framework
 from trimtab.formats.load import load
@@ -28,8 +29,7 @@ PHASES = {"generate": "generate", "update": "update", "critic update": "update"}
 """The phase whose memory a stage takes; log-probs otherwise."""
 
 
-@dataclass(frozen=True)
-class EstimatedJob:
+class EstimatedJob(Frozen):
     """A job with its estimated components; `widths` are the factors by which they may be off, by what errs together."""
 
     loaded: LoadedJob

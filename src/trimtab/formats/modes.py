@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.loaded import LoadedJob, OtherMode
 from trimtab.formats.run_settings import Settings
 from trimtab.formats.write_back import shell_words
@@ -30,8 +31,7 @@ NOISE = 0.05
 """A mode that gains less is not proposed: runs do not tell them apart."""
 
 
-@dataclass(frozen=True)
-class ModePlan:
+class ModePlan(Frozen):
     """The best plan of a mode: `staleness` is how many steps old weights are at most, `age` on average.
 
     `words` are all overrides; `needs` are what no override can say. Without a plan there is a `reason`.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, unknown
+from trimtab.core.frozen import Frozen
 from trimtab.formats import catalogue
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import BITS, GpuKind
@@ -35,8 +35,7 @@ MOST = 10**9
 MOST_OVERSAMPLED = 100
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(Frozen):
     """A run to estimate, under the names that a user gave, with what was assumed."""
 
     run: RunInputs

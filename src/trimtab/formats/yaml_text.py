@@ -7,10 +7,12 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from trimtab.core.frozen import Frozen
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,8 +29,7 @@ from trimtab.formats.files import unreadable
 MAX_BYTES = 8 * 2**20
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Frozen):
     """A file in errors: its name, and its text for line numbers (empty: none are given)."""
 
     name: str

@@ -45,14 +45,7 @@ GATED = (
     *(*QKV_BIAS, *QK_NORM, *WIDE_QK_NORM, *FOUR_NORMS),
 )
 ROUTER_BIAS = (
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-    "glm4_moe",
-    "glm_moe_dsa",
-    "minimax_m2",
-    "gpt_oss",
-    "nemotron_h",
+    *("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2", "gpt_oss", "nemotron_h"),
 )
 PATTERNS: Mapping[str, int] = {"gemma2": 2, "gpt_oss": 2, "gemma3": 6, "gemma3_text": 6, "gemma4_text": 6}
 """Every so many layers one attends to all tokens, the others to a window."""

@@ -19,8 +19,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from trimtab.core.frozen import Frozen
 
 try:
     from trimtab.profile import block_chain
@@ -31,8 +32,7 @@ KIND = "trimtab layer profile"
 MB = 2**20
 
 
-@dataclass(frozen=True)
-class LayerProfile:
+class LayerProfile(Frozen):
     """A measurement; `as_data` is its exchange format."""
 
     model: str

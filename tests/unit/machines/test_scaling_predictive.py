@@ -259,11 +259,10 @@ def test_whatever_is_seen_it_decides_within_the_limits_and_the_same_after_a_snap
         assert len(json.dumps(encode(one.state.memory))) < 20_000
 
 
-def test_policies_are_known_by_name_and_cost_aware_is_not_among_them() -> None:
+def test_policies_are_known_by_name() -> None:
     assert scaling.policy_of(CONFIG) is predictive.predictive
     with pytest.raises(InputError, match="did you mean predictive"):
         scaling.begin(replace(CONFIG, policy="predictiv"))
-    assert "cost_aware" not in scaling.policies
 
 
 def test_what_another_policy_has_kept_counts_for_nothing() -> None:

@@ -16,7 +16,6 @@ from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.load import LoadSample, PolicyState, SleepCosts
 from trimtab.machines.rollout.policies.policy import begin, consult
-from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.comparison import percentile
 from trimtab.replay.common.traces import RequestRow
@@ -95,7 +94,7 @@ def test_the_machine_in_replay_says_the_same_to_the_same_events_as_a_fresh_one()
     fresh.check()
 
 
-@pytest.mark.parametrize("policy", ["threshold", as_documented, ray_serve, "predictive", cost_aware])
+@pytest.mark.parametrize("policy", ["threshold", as_documented, ray_serve, "predictive"])
 def test_every_request_is_answered_once_and_whole_under_every_policy(policy: Any) -> None:
     outcome = closed(elastic(policy))
     assert outcome.answered == 5 * 12 * 8

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.model.workflow import Cluster, Node
 
 STOP_MARGIN_S = 15
@@ -23,8 +24,7 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+-]*")
 _TIME = re.compile(r"\d{1,5}(-\d{1,2}(:\d{2}){0,2})?|\d{1,4}(:\d{2}){1,2}")
 
 
-@dataclass(frozen=True)
-class BatchOptions:
+class BatchOptions(Frozen):
     """Options beyond the job file."""
 
     name: str

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats import yaml_text
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
@@ -115,8 +115,7 @@ _HYBRID = re.compile(r"\(?attn:((?:[dptc][1-9][0-9]{0,5})+)\|ffn:((?:[dpte][1-9]
 _SIZE = re.compile(r"([a-z])(\d+)")
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(Frozen):
     """A role's backend string, read: `text` is the string, `attn` the sizes that multiply to its GPUs."""
 
     text: str

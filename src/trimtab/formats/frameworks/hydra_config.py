@@ -16,13 +16,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError, nearest
+from trimtab.core.frozen import Frozen
 from trimtab.formats import yaml_text
 
 if TYPE_CHECKING:
@@ -233,8 +234,7 @@ class OverrideError(InputError):
     """An override does not fit: its key is not in the config, or one to be added is."""
 
 
-@dataclass(frozen=True)
-class ComposedConfig:
+class ComposedConfig(Frozen):
     """A merged framework config, which also knows which keys can be edited in the file itself."""
 
     path: Path

@@ -15,10 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
@@ -124,8 +124,7 @@ LOG = LogFramework(
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NemoRlGpus:
+class NemoRlGpus(Frozen):
     """How NeMo RL divides its cluster: `nodes` x `per_node` are without the teachers' nodes."""
 
     nodes: int

@@ -170,10 +170,7 @@ def _nemo_rl(reader: ConfigReader) -> Inputs:
             "tp": _int(reader, "policy.generation.vllm_cfg.tensor_parallel_size"),
             "memory": _number(reader, "policy.generation.vllm_cfg.gpu_memory_utilization"),
         },
-        "train": {
-            **_megatron(reader, key),
-            "backend": "megatron" if megatron else "fsdp",
-        },
+        "train": {**_megatron(reader, key), "backend": "megatron" if megatron else "fsdp"},
     }
 
 

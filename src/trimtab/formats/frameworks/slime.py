@@ -84,10 +84,7 @@ class Slime(pools.TrainerAndEngines):
     LOG = LOG
     COMPONENTS = ("rollout", "inference", "critic", "actor")
     REQUIRED = ("rollout", "actor")
-    AFTER: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "critic": ("inference",),
-        "actor": ("critic", "inference"),
-    }
+    AFTER: ClassVar[Mapping[str, tuple[str, ...]]] = {"critic": ("inference",), "actor": ("critic", "inference")}
 
     def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         super().__init__(composed, profile)

@@ -18,14 +18,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from functools import cached_property, partial
+from copy import deepcopy
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 from trimtab.formats import yaml_text
+from trimtab.formats.catalogue import table
 from trimtab.formats.frameworks import common
 from trimtab.formats.frameworks.common import FrameworkConfig
 from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
-from trimtab.formats.launch.defaults import merged, verl_defaults
 from trimtab.formats.launch.hydra_app import hydra_launch
 from trimtab.formats.launch.launch import ConfigSource, Launch
 from trimtab.formats.loaded import PlanSettings
@@ -449,3 +450,27 @@ def mode_of(reader: ConfigReader) -> VerlMode:
         f"there is no trainer mode {mode!r}",
         "it is one of sync, colocate_async, separate_async",
     )
+
+
+def verl_defaults(config: str) -> tuple[dict[str, Any], str]:
+    """For where verl is not installed: a trainer's defaults that matter, and the newest version that has it."""
+    values, newest = _values(config)
+    return nested(deepcopy(values)), newest
+
+
+@cache
+def _values(config: str) -> tuple[dict[str, Any], str]:
+    rows = [row for row in table("verl_defaults") if row["config"] == config]
+    versions = [name for name in rows[0] if name not in ("config", "key")] if rows else []
+    newest = next((version for version in reversed(versions) if any(row[version] for row in rows)), "")
+    values = {row["key"]: yaml_text.parse(row[newest], "defaults") for row in rows if row[newest] != ""}
+    return values, newest
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested data over other nested data."""
+    found = dict(below)
+    for key, value in above.items():
+        old = found.get(key)
+        found[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.launch.launch import CLOSE, Launch, is_unknown, why_unknown
 
 _MAIN = re.compile(r"hydra\.main\(([^)]*)\)")
@@ -21,8 +21,7 @@ _OPTIONS = {
 _OTHER_OPTIONS = {"--package", "-p", "--info", "-i", "--experimental-rerun"}
 
 
-@dataclass(frozen=True)
-class HydraLaunch:
+class HydraLaunch(Frozen):
     """The config file, if it was found; the name that was looked for; and the overrides."""
 
     config: Path | None

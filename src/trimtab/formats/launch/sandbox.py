@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 from trimtab.formats.launch.launch import CLOSE, OPEN
 
 LIMIT_S = 20.0
@@ -33,24 +33,8 @@ TOOLS = (
 _RECORDED = (
     *("python", "python3", "ray", "uv", "pip", "pip3", "nvidia-smi", "torchrun", "accelerate", "deepspeed", "docker"),
     *("srun", "sbatch", "scontrol", "conda", "ssh", "git", "curl", "wget", "pkill", "killall", "sleep", "hostname"),
-    *(
-        "nohup",
-        "timeout",
-        "sudo",
-        "numactl",
-        "jq",
-        "whoami",
-        "id",
-        "ps",
-        "rm",
-        "rmdir",
-        "mv",
-        "chmod",
-        "kubectl",
-        "huggingface-cli",
-        "hf",
-        "wandb",
-    ),
+    *("nohup", "timeout", "sudo", "numactl", "jq", "whoami", "id", "ps", "rm", "rmdir", "mv", "chmod", "kubectl"),
+    *("huggingface-cli", "hf", "wandb"),
 )
 """Programs that `command -v` finds, too; a command of any other name is recorded by the shell."""
 _WRITE = r"""
@@ -92,8 +76,7 @@ export -f command_not_found_handle _trimtab_filter ulimit
 """
 
 
-@dataclass(frozen=True)
-class RecordedCommand:
+class RecordedCommand(Frozen):
     """A command that a script would have run: words, folder, environment."""
 
     words: tuple[str, ...]

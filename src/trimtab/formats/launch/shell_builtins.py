@@ -361,24 +361,7 @@ BUILTINS: Mapping[str, Builtin] = {
     "type": _which,
     "unset": _unset,
     "which": _which,
-    **dict.fromkeys(
-        (
-            "alias",
-            "bg",
-            "disown",
-            "enable",
-            "fg",
-            "jobs",
-            "kill",
-            "shopt",
-            "times",
-            "trap",
-            "true",
-            "ulimit",
-            "umask",
-            "wait",
-        ),
-        _true,
-    ),
+    **dict.fromkeys(("alias", "bg", "disown", "enable", "fg", "jobs", "kill", "shopt", "times", "trap"), _true),
+    **dict.fromkeys(("true", "ulimit", "umask", "wait"), _true),
 }
 DECLARING = frozenset({"declare", "export", "local", "readonly", "typeset"})

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.launch.launch import unknown
 from trimtab.formats.launch.syntax_tree import Command
 
@@ -22,8 +23,7 @@ class Flow(Exception):  # noqa: N818 - no error: how control leaves a block
         self.number = number
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(Frozen):
     """A text, or the elements of an array by index or key."""
 
     value: str | Mapping[int | str, str]

@@ -10,10 +10,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.launch.launch import Launch, is_unknown, known_part, unknown, why_unknown
 from trimtab.formats.launch.state import Variable
 
@@ -30,8 +30,7 @@ _SHELLS = {"bash", "sh", "zsh", "dash", "ksh"}
 SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch", ".sub")
 
 
-@dataclass(frozen=True)
-class _Wrapper:
+class _Wrapper(Frozen):
     """Options before the command: `values` take a word, or with `switches` all but these do; then `skip` words."""
 
     values: str = ""
@@ -69,16 +68,13 @@ _DOCKER = (
     "-v --volume -e --env -w --workdir -u --user --name --gpus --shm-size --network --net --ipc --ulimit "
     "--mount -p --publish "
     "--entrypoint --env-file -h --hostname --cap-add --device --runtime --pid --memory -m --cpus --restart "
-    "--label -l "
-    "--security-opt --add-host --privileged-with --platform --userns --detach-keys"
+    "--label -l --security-opt --add-host --privileged-with --platform --userns --detach-keys"
 )
 _WRAPPERS: Mapping[str, _Wrapper] = {
-    "nohup": _Wrapper(),
+    **dict.fromkeys(("nohup", "setsid", "unbuffer", "poetry run", "pdm run", "hatch run"), _Wrapper()),
     "time": _Wrapper("-o -f"),
-    "setsid": _Wrapper(),
     "exec": _Wrapper("-a"),
     "stdbuf": _Wrapper("-i -o -e"),
-    "unbuffer": _Wrapper(),
     "sudo": _Wrapper("-u -g -h -p -C"),
     "timeout": _Wrapper("-k -s --kill-after --signal", skip=1),
     "nice": _Wrapper("-n --adjustment"),
@@ -89,21 +85,15 @@ _WRAPPERS: Mapping[str, _Wrapper] = {
     "script": _Wrapper("-c", scan=True),
     "xvfb-run": _Wrapper("-n -s -e -f"),
     "uv run": _Wrapper(_UV),
-    "poetry run": _Wrapper(),
-    "pdm run": _Wrapper(),
     "pixi run": _Wrapper("-e --environment --manifest-path"),
-    "hatch run": _Wrapper(),
-    "conda run": _Wrapper("-n --name -p --prefix --cwd"),
-    "mamba run": _Wrapper("-n --name -p --prefix --cwd"),
-    "micromamba run": _Wrapper("-n --name -p --prefix --cwd"),
+    **dict.fromkeys(("conda run", "mamba run", "micromamba run"), _Wrapper("-n --name -p --prefix --cwd")),
     "srun": _Wrapper("-N -n -c -w -p -t -A -J -o -e -G --nodes --ntasks --gpus --mpi --export --nodelist", scan=True),
     "mpirun": _Wrapper("-n -np -H -x --host --hostfile -mca", scan=True),
     "mpiexec": _Wrapper("-n -np -H -x --host --hostfile", scan=True),
     "torchrun": _Wrapper(switches="--standalone -m --module --no-python --no_python --use-env --use_env --run-path"),
     "accelerate launch": _Wrapper(
         switches="--multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q -m --module --no_python --debug "
-        "--tpu "
-        "--mps --same_network --use_megatron_lm --use_cpu --ipex --use_xpu --rdzv_standalone"
+        "--tpu --mps --same_network --use_megatron_lm --use_cpu --ipex --use_xpu --rdzv_standalone"
     ),
     "deepspeed": _Wrapper(
         "-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --master_port --master_addr --launcher "
@@ -112,10 +102,7 @@ _WRAPPERS: Mapping[str, _Wrapper] = {
     "coverage run": _Wrapper("--data-file --source --rcfile --include --omit --concurrency"),
     "nsys profile": _Wrapper("-o -t -s -w -c -f --output --trace --sample --capture-range", scan=True),
     "py-spy record": _Wrapper("-o -f -r", scan=True),
-    "docker exec": _Wrapper(_DOCKER, skip=1),
-    "docker run": _Wrapper(_DOCKER, skip=1),
-    "podman exec": _Wrapper(_DOCKER, skip=1),
-    "podman run": _Wrapper(_DOCKER, skip=1),
+    **dict.fromkeys(("docker exec", "docker run", "podman exec", "podman run"), _Wrapper(_DOCKER, skip=1)),
     "singularity exec": _Wrapper("-B --bind --env --pwd --overlay -H --home", skip=1),
     "apptainer exec": _Wrapper("-B --bind --env --pwd --overlay -H --home", skip=1),
     "kubectl exec": _Wrapper("-n --namespace -c --container", scan=True),
@@ -334,8 +321,7 @@ _SBATCH = (
     "-N -n -c -w -p -t -A -J -o -e -G -d -x -C -q -a -D --nodes --ntasks --gpus --export --partition --account "
     "--time --output "
     "--error --job-name --dependency --gres --chdir --mem --array --qos --constraint --exclude --nodelist "
-    "--gpus-per-node "
-    "--ntasks-per-node --cpus-per-task --segment --comment --reservation"
+    "--gpus-per-node --ntasks-per-node --cpus-per-task --segment --comment --reservation"
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.core.frozen import Frozen
 from trimtab.formats.logs.reader import JoinedSteps, disagree, periodic_work
 from trimtab.formats.logs.records import LineBytes, LogFramework, LogLine, LogParser, StepRecord
 from trimtab.formats.logs.tensorboard import EventBytes, is_event_head
@@ -26,8 +27,7 @@ LATE_STEPS = 1
 CHECKPOINTS = ("save_checkpoint", "checkpointing")
 
 
-@dataclass(frozen=True)
-class LoggedStep:
+class LoggedStep(Frozen):
     """A complete step.
 
     `restart`: the run was restarted before it. `extra` is periodic work that made it longer; `saved`: it wrote a

@@ -64,9 +64,7 @@ class RunConfig(Frozen):
 
 
 class TimerReading(Frozen):
-    """The meaning of a run's timers. `waits`: reasons by component; `derived`: the last component's timer is no
-    cost.
-    """
+    """Meaning of a run's timers. `waits`: reasons by component; `derived`: the last component's timer is no cost."""
 
     framework: LogFramework
     facts: RunFacts

@@ -7,10 +7,11 @@ as the framework reads it; what it does not state must be given by hand.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from trimtab.core.errors import InputError, meant
+from trimtab.core.frozen import Frozen
 
 GPUS_HINT = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
 
@@ -25,8 +26,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 """Names for several components at once; a component's own name takes precedence."""
 
 
-@dataclass(frozen=True)
-class RunFacts:
+class RunFacts(Frozen):
     """Facts about a run that its log does not contain.
 
     `asynchronous` names the mode if it is asynchronous, `synchronous`: it is known not to be; `shared`: all components

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from trimtab.core.errors import InputError, nearest
+from trimtab.core.frozen import Frozen
 from trimtab.formats import sections, yaml_text
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout.schema import (
@@ -41,8 +42,7 @@ OWNED_POLICY = "predictive"
 _BACK = "`policy: threshold` in elastic_config goes back to thresholds, `policy: static` keeps all engines"
 
 
-@dataclass(frozen=True)
-class RolloutSettings:
+class RolloutSettings(Frozen):
     """Everything that `trimtab engine serve` needs. `source` names file and line in later errors."""
 
     source: Source

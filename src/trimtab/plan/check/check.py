@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.check import cache_rules, cluster_rules, gpu_memory, gpu_rules, host_rules, options, sizes
 from trimtab.plan.check.cluster_rules import LiveNode
 from trimtab.plan.check.findings import CheckFinding, CheckRule, releases
@@ -15,8 +16,7 @@ from trimtab.plan.estimate.phases import Phase
 RULES: tuple[CheckRule, ...] = (*sizes.RULES, *cache_rules.RULES, *gpu_rules.RULES, *host_rules.RULES)
 
 
-@dataclass(frozen=True)
-class CheckAnswer:
+class CheckAnswer(Frozen):
     """Findings of a run, the memory they rest on, and what could not be checked."""
 
     findings: tuple[CheckFinding, ...]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.check.findings import CheckFinding, Remedy, Severity, releases
 from trimtab.plan.check.host_rules import TOKEN_BYTES
 from trimtab.plan.check.setup import RunSetup
@@ -12,8 +12,7 @@ from trimtab.plan.check.setup import RunSetup
 GB = 2**30
 
 
-@dataclass(frozen=True)
-class LiveNode:
+class LiveNode(Frozen):
     """What an alive node says it has, taken or free."""
 
     name: str

@@ -7,9 +7,10 @@ bytes over links, FLOPs at a usual share of the peak.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.check.findings import Remedy
 from trimtab.plan.check.setup import RunSetup
 from trimtab.plan.estimate.constants import CONSTANTS
@@ -19,8 +20,7 @@ MOST = 3
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(Frozen):
     """A change of some values, None where it cannot be made, and its cost for a run."""
 
     make: Callable[[RunSetup], Mapping[str, Any] | None]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.check.setup import RunSetup
 
 Cause = Literal[
@@ -14,8 +14,7 @@ Cause = Literal[
 Severity = Literal["error", "warning"]
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(Frozen):
     """Values that cure a finding, by trimtab's names, and what they cost."""
 
     values: Mapping[str, Any]
@@ -27,8 +26,7 @@ class Remedy:
         return self.words or ", ".join(_setting(run, name, value) for name, value in self.values.items())
 
 
-@dataclass(frozen=True)
-class CheckFinding:
+class CheckFinding(Frozen):
     """One thing that is wrong: what happens, why, the values it is about, and cures with the cheapest first."""
 
     what: str
@@ -44,8 +42,7 @@ class CheckFinding:
     """Of which framework the rule holds."""
 
 
-@dataclass(frozen=True)
-class CheckRule:
+class CheckRule(Frozen):
     """A rule: its cause, for which frameworks and versions it holds, when that was seen, and a thread or file."""
 
     name: str

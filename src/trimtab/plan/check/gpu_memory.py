@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 from trimtab.plan.check.setup import RunSetup
@@ -35,8 +35,7 @@ BUCKET_GB = 1.0
 LOGIT_BYTES_FORWARD = 6.0
 
 
-@dataclass(frozen=True)
-class States:
+class States(Frozen):
     """GB of a trainer's states on each GPU."""
 
     weights: float

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.plan.check.findings import CheckFinding, Remedy, Severity, releases, within
 from trimtab.plan.check.setup import RunSetup
 
 
-@dataclass(frozen=True)
-class Exclusion:
+class Exclusion(Frozen):
     """When all of `when` hold, the run stops. Values are equal, one of a list, `set`, `unset`, `> n` or `not x`."""
 
     framework: str

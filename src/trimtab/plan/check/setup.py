@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 
@@ -18,8 +19,7 @@ MEAN_OF_LONGEST, DEVIATION_OF_LONGEST = 0.4, 0.3
 """Mean and standard deviation of sequences by the longest allowed, where no lengths are given."""
 
 
-@dataclass(frozen=True)
-class RunSetup:
+class RunSetup(Frozen):
     """One run. `rollout_gpus` 0 means that rollout and training share all GPUs; batches count samples, not prompts."""
 
     framework: str = ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.workflow import Profile
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.measured import Correction, corrected, corrections, half_widths
@@ -12,8 +12,7 @@ from trimtab.plan.estimate.phases import Phase, phases
 from trimtab.plan.estimate.step import RunInputs, StepTime, step_time
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(Frozen):
     """Low, likely and high: nine of ten measured values lay between low and high."""
 
     low: float
@@ -28,8 +27,7 @@ class Interval:
         return Interval(self.low * factor, self.likely * factor, self.high * factor)
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(Frozen):
     """What a step and a run take."""
 
     run: RunInputs

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.phases import Phase, phases
@@ -32,8 +33,7 @@ NEAR = 0.02
 """Choices whose times differ by less are told apart by their simplicity."""
 
 
-@dataclass(frozen=True)
-class Freedom:
+class Freedom(Frozen):
     """What may be chosen; everything else is as given."""
 
     engine: bool = False

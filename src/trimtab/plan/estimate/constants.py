@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from trimtab.core.frozen import Frozen
 
 
-@dataclass(frozen=True)
-class Constants:
+class Constants(Frozen):
     """Shares of peak rates, seconds, and bytes; `*_error` are spreads of log(measured / estimated)."""
 
     # Decoding and prefill, on serving points.

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.core.errors import InputError
+from trimtab.core.frozen import Frozen
 
 POINTS = 48
 """Of the grid on which answers are followed."""
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(Frozen):
     """Tokens of answers with their shares, ascending; each has a prompt of `prompt` tokens before it."""
 
     prompt: float

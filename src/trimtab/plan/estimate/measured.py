@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.workflow import Profile
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.step import RunInputs, StepTime, combined, step_time
@@ -33,8 +34,7 @@ QUANTILE = 2.44
 """Half interquartile ranges, as profiles state a spread, that hold nine of ten values."""
 
 
-@dataclass(frozen=True)
-class Correction:
+class Correction(Frozen):
     """A measured component: its stages, how much longer they took than estimated, and what remains uncertain."""
 
     component: str

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from trimtab.core.errors import InputError, unknown
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 
 GB = 2**30
@@ -46,8 +47,7 @@ MAX_COUNT = 10**9
 OFFLOADS = ("none", "optimizer", "all")
 
 
-@dataclass(frozen=True)
-class MemorySettings:
+class MemorySettings(Frozen):
     """How the model is run. Counts are per component; `kv_share` is the engine's share of GPU memory."""
 
     gpus: int = 8
@@ -77,8 +77,7 @@ class MemorySettings:
     process_gb: float = PROCESS_GB
 
 
-@dataclass(frozen=True)
-class MemoryTerm:
+class MemoryTerm(Frozen):
     """A summand: its name, its formula, and its GB per GPU."""
 
     name: str
@@ -87,8 +86,7 @@ class MemoryTerm:
     divides_by_gpus: bool = False
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
+class MemoryNeed(Frozen):
     """Memory of a component on each of its GPUs, and in host memory per GPU while it is offloaded."""
 
     component: str

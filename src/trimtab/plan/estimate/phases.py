@@ -7,8 +7,9 @@ runs. GB are 2^30 bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate import memory
@@ -20,8 +21,7 @@ from trimtab.plan.estimate.step import SEPARATE_FRACTION, RunInputs
 GB = 2**30
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(Frozen):
     """GB of a phase on each GPU, term by term, beside what the GPU has."""
 
     name: str

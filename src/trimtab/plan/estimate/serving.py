@@ -8,22 +8,21 @@ An engine that streams spends more on each step and sequence than one that is as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import BITS, GpuKind
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.lengths import Lengths
 
-CHUNK = 8192
-"""Tokens of a prefill's step, as engines have it by default."""
+CHUNK = 8192  # tokens of a prefill's step, as engines have it by default
 
 
-@dataclass(frozen=True)
-class EngineReplica:
+class EngineReplica(Frozen):
     """One replica of a rollout engine: `tp` GPUs, over which attention may be divided by requests (`attention_dp`)."""
 
     model: Architecture
@@ -45,8 +44,7 @@ class EngineReplica:
         return 1.0 + self.draft_tokens * self.accepted
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(Frozen):
     """What a step asks of a GPU, in seconds at the peak rates; numbers or arrays of steps."""
 
     weights: Any

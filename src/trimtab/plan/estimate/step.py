@@ -7,8 +7,9 @@ side counts, then the weights are sent. Every stage says what limits it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate.constants import Constants
@@ -43,8 +44,7 @@ DYNAMIC_SAMPLING = 3.0
 """`batch_multiplier` of NeMo RL's DAPO recipes, and generation batch over training batch in verl's."""
 
 
-@dataclass(frozen=True)
-class RunInputs:
+class RunInputs(Frozen):
     """One step's inputs. `rollout_gpus` 0 means that rollout and training share all GPUs.
 
     Asynchronous on shared GPUs, a batch is trained on once it is complete: answers that are not go on after the update.
@@ -92,8 +92,7 @@ class RunInputs:
         return self.samples * self.oversample
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(Frozen):
     """Seconds of a stage, what limits it, and whether it runs beside the others."""
 
     name: str
@@ -104,8 +103,7 @@ class Stage:
     """The part of what runs beside training that training waits for: samples that may not be of older weights."""
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(Frozen):
     """A step and its stages; `flops` are those of the model, without recompute."""
 
     seconds: float

@@ -8,15 +8,14 @@ no less than launching its kernels from Python, where the trainer runs module by
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from trimtab.core.frozen import Frozen
 from trimtab.model.architecture import Architecture
 from trimtab.model.gpus import GpuKind
 from trimtab.plan.estimate.constants import Constants
 
 
-@dataclass(frozen=True)
-class Trainer:
+class Trainer(Frozen):
     """How a model is trained: `fsdp` gathers weights for every micro-batch, otherwise they stay in place."""
 
     model: Architecture
@@ -39,8 +38,7 @@ class Trainer:
         return max(1.0, self.gpus / (self.tp * self.pp * self.cp))
 
 
-@dataclass(frozen=True)
-class PassTime:
+class PassTime(Frozen):
     """Seconds of a pass by cause, and its FLOPs."""
 
     compute: float
@@ -64,14 +62,7 @@ class PassTime:
 
 
 def pass_time(
-    run: Trainer,
-    tokens: float,
-    length: float,
-    updates: float,
-    c: Constants,
-    *,
-    backward: bool,
-    longest: float = 0.0,
+    run: Trainer, tokens: float, length: float, updates: float, c: Constants, *, backward: bool, longest: float = 0.0
 ) -> PassTime:
     """A pass over so many tokens in sequences of `length`, in so many optimiser steps.
 

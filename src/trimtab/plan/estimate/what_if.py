@@ -7,9 +7,10 @@ ratio of two estimates, so that much of what the model gets wrong in both falls 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trimtab.core.errors import InputError, unknown
+from trimtab.core.frozen import Frozen
 from trimtab.plan.estimate.choose import Freedom, choose, splits, whole
 from trimtab.plan.estimate.constants import Constants
 from trimtab.plan.estimate.phases import phases
@@ -23,8 +24,7 @@ LAST = ("partial", "lend", "sync-every")
 Change = Callable[[RunInputs, Sequence[float], Constants], RunInputs]
 
 
-@dataclass(frozen=True)
-class Switch:
+class Switch(Frozen):
     """A change, when it pays, and its numbers with their ranges."""
 
     change: Change
@@ -33,8 +33,7 @@ class Switch:
     """(name, default, least, most)"""
 
 
-@dataclass(frozen=True)
-class WhatIf:
+class WhatIf(Frozen):
     """A step with a switch beside one without it; `fits` says whether every phase fits with it."""
 
     switch: str
@@ -109,6 +108,10 @@ def _without(name: str) -> Change:
     return lambda run, _, __: replace(run, passes=tuple(each for each in run.passes if each != name))
 
 
+def _transport(name: str) -> Switch:
+    return Switch(lambda run, *_: replace(run, transport=name), "with GPUs of rollout alone; others copy within a GPU")
+
+
 SWITCHES: Mapping[str, Switch] = {
     "fp8-rollout": Switch(
         _engine(precision="fp8"), "pays where reading weights bounds decoding; correct for the mismatch of log-probs"
@@ -125,12 +128,8 @@ SWITCHES: Mapping[str, Switch] = {
         "pays while bandwidth bounds decoding (few sequences, fast arithmetic); costs where arithmetic does",
         (("acceptance", ACCEPTED, 0.0, 1.0), ("draft tokens", DRAFTED, 1.0, 16.0)),
     ),
-    "delta-sync": Switch(
-        lambda run, _, __: replace(run, transport="delta"), "with GPUs of rollout alone; shared ones copy within a GPU"
-    ),
-    "packed-sync": Switch(
-        lambda run, _, __: replace(run, transport="packed"), "with GPUs of rollout alone; shared ones copy within a GPU"
-    ),
+    "delta-sync": _transport("delta"),
+    "packed-sync": _transport("packed"),
     "async": Switch(
         _asynchronous,
         "pays where rollout and training take about as long, each on its GPUs; samples are that many steps old",

@@ -7,11 +7,12 @@ is marked as unproven. A job without a schedule gets the reason, never an empty 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.frozen import Frozen
 from trimtab.model.pipeline import (
     FrontierPoint,
     Host,
@@ -61,8 +62,7 @@ UNPROVEN = "good orders and prices of hosts; not proven, see the lower bound"
 FORWARD_ONLY = "a forward pass: no gradients, optimiser state or 1F1B activations are counted"
 
 
-@dataclass(frozen=True)
-class _FoundSchedule:
+class _FoundSchedule(Frozen):
     """Stages as cuts and hosts, and what is proven about them."""
 
     pieces: tuple[tuple[int, int, Host], ...]

@@ -32,7 +32,6 @@ from trimtab.formats.sections import Amount, Count, FieldsOf, OneOrMore, Positiv
 from trimtab.formats.yaml_text import read_source
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
-from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.machines.rollout.policies.stream import on
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.comparison import (
@@ -127,7 +126,6 @@ KNOWN: dict[str, tuple[str | Callable[[PolicyState, LoadSample], tuple[PolicySta
     "as_documented": (as_documented, "the common rule: thresholds, cooldowns, one worker per step"),
     "ray_serve": (ray_serve, "Ray Serve's rule: ongoing requests over a target, 30 s up, 600 s down"),
     "predictive": ("predictive", "learns the rhythm of steps; does not slow requests down"),
-    "cost_aware": (cost_aware, "releases engines only if they are free for longer than the release takes"),
 }
 ELASTIC_KEYS = tuple(item.name for item in fields(ElasticConfig) if item.name not in ("policy", "max_workers"))
 POLICIES = ("static", *KNOWN)
@@ -298,15 +296,7 @@ class RolloutFigures(Frozen):
 SAME_PACE = 1.02  # steps within this ratio count as equally fast
 NO_WAIT_S = 1.0  # queue waits below this count as none
 FIGURES = (
-    "step_s",
-    "worst_step_s",
-    "engine_s",
-    "usable_s",
-    "wait_p99_s",
-    "busy_s",
-    "least_engine_s",
-    "moved",
-    "scalings",
+    *("step_s", "worst_step_s", "engine_s", "usable_s", "wait_p99_s", "busy_s", "least_engine_s", "moved", "scalings"),
 )
 
 

@@ -212,9 +212,7 @@ class Controller:
 
     @rpc_method
     async def beside(self, task: str, method: str, timeout_s: float) -> tuple[str, str]:
-        """Call a method on the control thread of a task's first worker: (returned|raised|timed out|not called,
-        note).
-        """
+        """Call a method on the control thread of the first worker: (returned|raised|timed out|not called, note)."""
         loop = await self._ready_loop()
         self._known_task(task)
         members = loop.executor.running.get(task, ())

@@ -204,9 +204,7 @@ class ControllerLoop:
             asyncio.get_running_loop().call_later(TICK_RETRY_S, self._wake_soon)  # sets the timer even after a failure
 
     def handle(self, event: PoolEvent, staged: StagedBlob | None = None) -> None:
-        """Handle an event and the staged file it refers to. InputError, with nothing changed, if the machine
-        refuses.
-        """
+        """Handle an event and the staged file it refers to. InputError, with nothing changed, if it is refused."""
         if self.closing and isinstance(event, (*USER_EVENTS, TaskSubmitted, PoolEnsured)):
             raise UnreachableError(f"the controller {self._name} is shutting down")
         now = self.now()

@@ -113,9 +113,7 @@ class InstructionExecutor:
         return watched.union(self._in_progress)
 
     def retry(self, instruction: events.PoolInstruction | AwaitedEnd) -> None:
-        """Execute a lost instruction again. A start without all its workers has failed; such a running task has
-        died.
-        """
+        """Execute a lost instruction again. A start without all its workers has failed; a running task has died."""
         if isinstance(instruction, (AwaitedEnd, events.StartTask)):
             members = [
                 member for member in self.running.get(instruction.task, ()) if member.attempt == instruction.attempt

@@ -13,13 +13,14 @@ import ipaddress
 import socket
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.engines.engine import (
     Engine,
     EngineDeadlines,
@@ -165,8 +166,7 @@ def _message(error: BaseException) -> str:
 # ---- which calls a server has: asked of the server, not concluded from its release
 
 
-@dataclass(frozen=True)
-class ServedCalls:
+class ServedCalls(Frozen):
     """Calls of a server. `fields` has the query parameters and body fields of a call; None: not said."""
 
     paths: frozenset[str] = frozenset()

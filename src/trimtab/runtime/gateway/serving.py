@@ -76,9 +76,7 @@ def samples_of(completions: Sequence[Completion]) -> list[Sample]:
 
 
 def is_answer(sample: Sample) -> bool:
-    """Whether it counts as an answer: complete, or partial after an abort. A failure does not, with or without
-    tokens.
-    """
+    """Whether it counts as an answer: complete, or partial after an abort. A failure does not, even with tokens."""
     return sample.ok or sample.end is End.abort or (sample.end is End.cancelled and bool(sample.token_ids))
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
+from trimtab.core.frozen import Frozen
 from trimtab.core.numbers import LONGEST_S, MAX_COUNT, Ranges, check_fields
 from trimtab.runtime.http.tokens import checked
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-@dataclass(frozen=True)
-class GatewaySettings:
+class GatewaySettings(Frozen):
     """In seconds, unless stated otherwise."""
 
     token: str = field(repr=False)  # required for changes, also on loopback

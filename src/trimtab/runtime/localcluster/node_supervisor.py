@@ -5,9 +5,8 @@ stop`, a crash), when the head is gone, and when the command that owns the clust
 ledger. All processes of the node descend from it. If it is killed itself, the kernel kills `ray start`, which ends the
 rest. Run as a module, with the ledger's directory and the node's mark.
 
-Few nodes start at once, since Ray's own parts have a limited time to come up: a supervisor takes a start permit, a
-file lock that is released even if its holder dies, before it starts Ray, and releases it when the node runs or has
-failed.
+Few nodes start at once, since Ray's own parts have a limited time to come up: a supervisor takes a start permit, a file
+lock that is released even if its holder dies, before it starts Ray, and releases it when the node runs or has failed.
 
 Sizes, ports and GPUs of a node are stated in full in its command line and environment, so that nodes on one machine
 never collide in Ray's defaults. The caller's Ray settings in the environment stay, except those that would point the

@@ -23,6 +23,7 @@ from trimtab.runtime.rayapi.private import dashboard_address, gcs_addresses, mis
 
 NAMESPACE = "trimtab"  # of Ray. A fixed one: in an anonymous one other drivers could not find a user's named actors
 MIN_CPUS = 8  # logical CPUs of a local Ray, at least
+LOG_ANSWER_S = 30
 
 
 class RayConnection:
@@ -197,3 +198,18 @@ def import_ray() -> Any:
             "this needs Ray, which is not installed here", hint="pip install 'trimtab[ray]', or pip install ray"
         ) from None
     return ray
+
+
+def log_lines(node: str, pid: int, *, tail: int, follow: bool, errors: bool) -> Iterator[str]:
+    """Pieces of a worker's log, from Ray's dashboard. Raises UnreachableError where the dashboard does not answer."""
+    from ray.util.state import get_log
+
+    try:
+        yield from get_log(
+            node_id=node, pid=pid, tail=tail, follow=follow, suffix="err" if errors else "out", timeout=LOG_ANSWER_S
+        )
+    except Exception as fault:
+        raise UnreachableError(
+            f"the log of process {pid} cannot be read: {first_line(fault)}",
+            hint="logs are served by Ray's dashboard: `ray[default]`, not started with --dashboard-port 0",
+        ) from None

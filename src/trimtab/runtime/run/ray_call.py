@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from trimtab.core.errors import TrimtabError
+from trimtab.core.frozen import Frozen
 from trimtab.runtime.client.task import Task, TaskError
 from trimtab.runtime.run.component import ComponentError, error_text
 from trimtab.runtime.run.executor import (
@@ -23,8 +24,7 @@ from trimtab.runtime.run.executor import (
 CALL_POLL_S = 0.5  # calls are awaited in intervals, between which lost processes are checked
 
 
-@dataclass(frozen=True)
-class CallLimits:
+class CallLimits(Frozen):
     """Seconds for a component to be there, and for it to return."""
 
     place_s: float

@@ -18,11 +18,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.machines.replan.events import ClusterChangeCause, ClusterChanged
 from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, gpu_slots
 from trimtab.model.nodes import NodeState, NodeView
@@ -63,8 +64,7 @@ LATE_S = 0.1  # to wait for times of offloads and onloads, which are long over
 RETRY_S = 1.0  # after a failed poll
 
 
-@dataclass(frozen=True)
-class RunNodes:
+class RunNodes(Frozen):
     """The current nodes of a run. `ids` are Ray's node ids by the names that plans use."""
 
     cluster: Cluster

@@ -109,9 +109,7 @@ class Replanner:
         self.handle(e.RollBackFailed(move.id, why))
 
     def handle(self, event: e.ReplanEvent) -> None:
-        """Give an event to the machine and execute its instructions. A refused event is recorded and changes
-        nothing.
-        """
+        """Give an event to the machine and execute its instructions. A refused one is recorded and changes nothing."""
         try:
             instructions = self.machine.handle(event, self._now())
         except InputError as refused:

@@ -16,12 +16,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.frozen import Frozen
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.machine import ReplanMachine
@@ -59,8 +60,7 @@ RunStatus = Literal["running", "done", "stopped", "failed"]
 _CODES = {"raised": ReasonCode.raised, "hung": ReasonCode.hung, "unhealthy": ReasonCode.unhealthy}
 
 
-@dataclass(frozen=True)
-class RunEnd:
+class RunEnd(Frozen):
     """How a run ended: its iterations, each once, and the reason."""
 
     state: RunStatus

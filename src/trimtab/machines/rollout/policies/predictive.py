@@ -102,10 +102,6 @@ class LoadPattern(Frozen):
         squares = sum((pause_s - mean) ** 2 for pause_s in self.pauses) + (SPREAD * mean) ** 2
         return max(0.0, min(min(self.pauses), mean - SURE * math.sqrt(squares / len(self.pauses))))
 
-    def left_s(self, now: float) -> float:
-        """Minimum remaining time of the current step, if it is like the last ones."""
-        return max(0.0, self.begun + min(self.steps) - now) if self.begun is not None and self.steps else 0.0
-
     def spare(self, now: float, rent_s: float, interval_s: float) -> int:
         """Workers that were idle for at least as long as a release and return takes."""
         seen = [idle for at, idle in self.idle if at >= now - rent_s - interval_s]
@@ -125,16 +121,6 @@ class PredictiveMemory(Frozen):
 
 def predictive(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
     """All workers at the begin of a step, no idle one in its tail, the minimum while it trains, all back in time."""
-    return _decide(state, sample, 0.0)
-
-
-def cost_aware(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """As `predictive`, but a worker is released only if it will be free for longer than that costs, as measured."""
-    return _decide(state, sample, _rent_s(sample) + (sample.costs.drain_s or 0.0) + WEIGHTS_S)
-
-
-def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[PolicyState, Decision]:
-    """A worker of a step is released only if it will be asleep for longer than `worth_s`."""
     config, memory, workers = state.config, _known(state.memory.kept), sample.serving
     if sample.inside != sample.serving:
         workers, code, text = sample.inside, ReasonCode.limits, "the limits require another number"
@@ -143,13 +129,13 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
     elif not sample.fresh:
         code, text = ReasonCode.load_unknown, "the load is not known"
     else:
-        memory, workers, code, text = _by_load(state, memory, sample, worth_s)
+        memory, workers, code, text = _by_load(state, memory, sample)
     after = replace(state, memory=replace(state.memory, kept=encode(memory)))
     return after, Decision(workers, Reason(code, text), f"{counted(workers, 'worker')} serve")
 
 
 def _by_load(
-    state: PolicyState, memory: PredictiveMemory, sample: LoadSample, worth_s: float
+    state: PolicyState, memory: PredictiveMemory, sample: LoadSample
 ) -> tuple[PredictiveMemory, int, ReasonCode, str]:
     config, interval_s = state.config, state.config.monitoring_interval
     pattern, stream_memory = memory.pattern.look(sample, interval_s, _rent_s(sample)), memory.stream.look(sample)
@@ -159,9 +145,9 @@ def _by_load(
         workers, text = _probe(pattern, sample)
         pattern = replace(pattern, probed=pattern.probed or workers < sample.serving)
     elif sample.load == 0:
-        workers, text = _between(pattern, sample, interval_s, worth_s)
+        workers, text = _between(pattern, sample, interval_s)
     else:
-        workers, text = _in_step(pattern, sample, interval_s, worth_s)
+        workers, text = _in_step(pattern, sample, interval_s)
     workers = sample.within(workers)
     code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.load_high
     if workers < sample.serving:
@@ -199,7 +185,7 @@ def _probe(pattern: LoadPattern, sample: LoadSample) -> tuple[int, str]:
     return sample.serving - 1, "an idle worker sleeps and wakes once to measure how long that takes"
 
 
-def _between(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_s: float) -> tuple[int, str]:
+def _between(pattern: LoadPattern, sample: LoadSample, interval_s: float) -> tuple[int, str]:
     if pattern.ended is None:
         return sample.serving, "no request has arrived yet"
     if not pattern.pauses:
@@ -208,12 +194,12 @@ def _between(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_
     free_s = left_s - _back_s(sample, interval_s)
     if free_s <= 0:
         return sample.max_workers, f"the next step is due in {left_s:.0f} s"
-    if free_s <= worth_s + _sleep_s(sample):
+    if free_s <= _sleep_s(sample):
         return sample.serving, f"the next step is due in {left_s:.0f} s, too soon to release a worker"
     return sample.min_workers, f"no request is expected for {left_s:.0f} s"
 
 
-def _in_step(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_s: float) -> tuple[int, str]:
+def _in_step(pattern: LoadPattern, sample: LoadSample, interval_s: float) -> tuple[int, str]:
     if sample.queued:
         return sample.max_workers, f"{sample.queued} requests of a step wait"
     left = f"{sample.load} requests of a step are left"
@@ -225,7 +211,7 @@ def _in_step(pattern: LoadPattern, sample: LoadSample, interval_s: float, worth_
         return sample.serving, f"{left}, and more may come"
     # The step may end at any moment; released workers must be back when the next one begins.
     pause_s = pattern.pause_s() - _back_s(sample, interval_s)
-    if pause_s <= 0 or pattern.left_s(sample.now) + pause_s <= worth_s:
+    if pause_s <= 0:
         return sample.serving, f"{left}, and the next one comes too soon to release a worker"
     return sample.serving - sample.idle, f"{left}, {counted(sample.idle, 'worker')} idle"
 
