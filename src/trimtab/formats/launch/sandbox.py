@@ -33,24 +33,8 @@ TOOLS = (
 _RECORDED = (
     *("python", "python3", "ray", "uv", "pip", "pip3", "nvidia-smi", "torchrun", "accelerate", "deepspeed", "docker"),
     *("srun", "sbatch", "scontrol", "conda", "ssh", "git", "curl", "wget", "pkill", "killall", "sleep", "hostname"),
-    *(
-        "nohup",
-        "timeout",
-        "sudo",
-        "numactl",
-        "jq",
-        "whoami",
-        "id",
-        "ps",
-        "rm",
-        "rmdir",
-        "mv",
-        "chmod",
-        "kubectl",
-        "huggingface-cli",
-        "hf",
-        "wandb",
-    ),
+    *("nohup", "timeout", "sudo", "numactl", "jq", "whoami", "id", "ps", "rm", "rmdir", "mv", "chmod", "kubectl"),
+    *("huggingface-cli", "hf", "wandb"),
 )
 """Programs that `command -v` finds, too; a command of any other name is recorded by the shell."""
 _WRITE = r"""
