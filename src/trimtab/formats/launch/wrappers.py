@@ -57,20 +57,15 @@ class _Wrapper:
 
 _UV = (
     "--extra --no-extra --with --with-editable --with-requirements --group --no-group --only-group --python -p "
-    "--project "
-    "--directory --env-file --package --index --index-url --extra-index-url --default-index --index-strategy "
-    "--refresh-package "
-    "--upgrade-package -P --reinstall-package --config-setting --link-mode --cache-dir --config-file --color "
-    "--prerelease "
-    "--resolution --exclude-newer --no-binary-package --no-build-package --keyring-provider -f --find-links "
-    "--isolated-with "
+    "--project --directory --env-file --package --index --index-url --extra-index-url --default-index "
+    "--index-strategy --refresh-package --upgrade-package -P --reinstall-package --config-setting --link-mode "
+    "--cache-dir --config-file --color --prerelease --resolution --exclude-newer --no-binary-package "
+    "--no-build-package --keyring-provider -f --find-links --isolated-with "
 )
 _DOCKER = (
-    "-v --volume -e --env -w --workdir -u --user --name --gpus --shm-size --network --net --ipc --ulimit "
-    "--mount -p --publish "
-    "--entrypoint --env-file -h --hostname --cap-add --device --runtime --pid --memory -m --cpus --restart "
-    "--label -l "
-    "--security-opt --add-host --privileged-with --platform --userns --detach-keys"
+    "-v --volume -e --env -w --workdir -u --user --name --gpus --shm-size --network --net --ipc --ulimit --mount -p "
+    "--publish --entrypoint --env-file -h --hostname --cap-add --device --runtime --pid --memory -m --cpus --restart "
+    "--label -l --security-opt --add-host --privileged-with --platform --userns --detach-keys"
 )
 _WRAPPERS: Mapping[str, _Wrapper] = {
     "nohup": _Wrapper(),
@@ -102,8 +97,7 @@ _WRAPPERS: Mapping[str, _Wrapper] = {
     "torchrun": _Wrapper(switches="--standalone -m --module --no-python --no_python --use-env --use_env --run-path"),
     "accelerate launch": _Wrapper(
         switches="--multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q -m --module --no_python --debug "
-        "--tpu "
-        "--mps --same_network --use_megatron_lm --use_cpu --ipex --use_xpu --rdzv_standalone"
+        "--tpu --mps --same_network --use_megatron_lm --use_cpu --ipex --use_xpu --rdzv_standalone"
     ),
     "deepspeed": _Wrapper(
         "-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --master_port --master_addr --launcher "
@@ -331,11 +325,9 @@ def _ssh(shell: Shell, fields: tuple[str, ...], inside: dict[str, str]) -> None:
 
 
 _SBATCH = (
-    "-N -n -c -w -p -t -A -J -o -e -G -d -x -C -q -a -D --nodes --ntasks --gpus --export --partition --account "
-    "--time --output "
-    "--error --job-name --dependency --gres --chdir --mem --array --qos --constraint --exclude --nodelist "
-    "--gpus-per-node "
-    "--ntasks-per-node --cpus-per-task --segment --comment --reservation"
+    "-N -n -c -w -p -t -A -J -o -e -G -d -x -C -q -a -D --nodes --ntasks --gpus --export --partition --account --time "
+    "--output --error --job-name --dependency --gres --chdir --mem --array --qos --constraint --exclude --nodelist "
+    "--gpus-per-node --ntasks-per-node --cpus-per-task --segment --comment --reservation"
 )
 
 
