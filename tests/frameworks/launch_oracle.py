@@ -79,7 +79,8 @@ def missing(ran: Ran, root: Path) -> str:
     given = dict(re.findall(r"--config[-_](path|name)[= ](\S+)", " ".join(ran.arguments)))
     if "name" not in given or is_unknown("".join(given.values())):
         return ""
-    place = (ran.folder / ran.program).parent / given.get("path", "config")
+    program = ran.program if ran.program.endswith(".py") else ran.program.replace(".", "/")
+    place = (ran.folder / program).parent / given.get("path", "config")
     file = place / f"{given['name'].removesuffix('.yaml')}.yaml"
     if not file.is_file():
         moved = [other for other in root.rglob(file.name) if other.parent.name == place.name]

@@ -195,7 +195,7 @@ def table_of(name: str, root: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["verl", "verl-recipe", "nemo-rl", "openrlhf", "slime", "skyrl", "roll", "areal", "rlinf"]
+    "name", ["nemo-rl", "verl", "skyrl", "verl-recipe", "slime", "rlinf", "roll", "openrlhf", "areal"]
 )
 def test_launch_scripts_are_read_as_bash_runs_them_and_no_plan_is_slower(
     name: str, monkeypatch: pytest.MonkeyPatch

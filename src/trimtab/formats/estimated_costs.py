@@ -47,12 +47,11 @@ def load_estimated(
 
 def with_estimates(file: OpenedFile, profile: Profile | None, given: Mapping[str, Any], c: Constants) -> EstimatedJob:
     """The same of a file that is open already."""
-    framework = file.framework
-    settings = run_settings.build(run_settings.merged(inputs_of(file), given))
-    names = STAGES if framework is None else (*framework.REQUIRED, *getattr(framework, "COMPONENTS", STAGES))
+    settings, kind = run_settings.build(run_settings.merged(inputs_of(file), given)), file.framework
+    names = STAGES if kind is None else (*kind.REQUIRED, *getattr(kind, "COMPONENTS", STAGES))
     known = tuple(_scaled(part, settings, c) for part in profile.components) if profile else ()
-    guesses = _components(settings, names, {part.name for part in known}, c, together=framework is not None)
-    stated = _stated_costs(file) if framework is not None else {}
+    guesses = _components(settings, names, {part.name for part in known}, c, together=kind is not None)
+    stated = _stated_costs(file) if kind is not None else {}
     measured = [part.name for part in guesses if STAGES[part.name] in stated]
     guesses = [
         _scaled(replace(part, seconds=stated[STAGES[part.name]]), settings, c) if part.name in measured else part

@@ -48,7 +48,8 @@ class OpenedFile:
             self._take(composed_launch(path, overrides))
             return
         text = yaml_text.read_text(path)
-        data = yaml_text.parse_config(text, str(path))
+        # A job file has no interpolations, and parsing a framework's config here takes as long as composing it.
+        data = {} if "${" in text else yaml_text.parse_config(text, str(path))
         if not isinstance(data, Mapping):
             found = "nothing" if data is None else type(data).__name__
             raise InputError(
@@ -56,7 +57,7 @@ class OpenedFile:
                 where=str(path),
                 hint="see `trimtab plan --help` for a whole example",
             )
-        if job.matches(data) and "${" not in text:
+        if "${" not in text and job.matches(data):
             self.data, self._text = yaml_text.overridden(data, overrides), "" if overrides else text
             return
         # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
@@ -65,7 +66,7 @@ class OpenedFile:
         try:
             self._take(compose(path, overrides))
         except InputError:
-            if not overrides:
+            if not overrides and isinstance(data := data or yaml_text.parse_config(text, str(path)), Mapping):
                 refuse_non_rl(data, str(path))
             raise
 
@@ -73,7 +74,7 @@ class OpenedFile:
         from trimtab.formats.frameworks.registry import framework_of, titles
 
         self.path = composed.path
-        refuse_non_rl(composed.config, str(self.path))
+        refuse_non_rl(composed.reader.plain(("runner", "data")), str(self.path))
         framework = composed.launch.framework if composed.launch else framework_of(composed.reader)
         if framework is not None:
             refuse_purpose(framework.purpose(composed.reader), str(self.path))

@@ -203,8 +203,8 @@ class ConfigReader:
             return value
         raise self.error(key, f"a mapping of keys is expected, not {value!r:.60}")
 
-    def plain(self) -> dict[str, Any]:
-        """Everything as plain data; unresolvable interpolations stay as text."""
+    def plain(self, sections: Sequence[str] | None = None) -> dict[str, Any]:
+        """Everything as plain data, or only these sections resolved; unresolvable interpolations stay as text."""
         from omegaconf import OmegaConf
 
         def convert(node: Any) -> Any:
@@ -221,7 +221,8 @@ class ConfigReader:
                 return str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
 
         with _resolvers(), environment_of(self.launch):
-            return dict(convert(self._config))
+            own = {key: convert_item(self._config, key) for key in sections or () if key in self._config}
+            return dict(convert(self._config)) if sections is None else {**_raw(self._config), **own}
 
     def _select(self, key: str) -> Any:
         from omegaconf import OmegaConf
