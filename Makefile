@@ -56,7 +56,7 @@ test-engines: setup
 	@tools/make-engine-envs && $(BIN)/pytest -m engines tests
 
 test-frameworks: setup
-	@tools/make-framework-envs && $(BIN)/pytest -m frameworks tests
+	@tools/make-framework-envs && $(BIN)/pytest -m frameworks -n 2 --dist worksteal tests/frameworks tests/ray
 
 clean:
 	rm -rf $(VENV) .venv-* build dist out .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

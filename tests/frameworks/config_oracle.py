@@ -56,7 +56,8 @@ def areal_says(case: Case) -> Answer:
     else:
         gpus = {"rollout": areal_gpus(config.rollout.backend), "update_actor": areal_gpus(config.actor.backend)}
     places = {"update_actor": span(0, gpus["update_actor"])}
-    places["rollout"] = span(gpus["update_actor"], gpus["rollout"])
+    over = at(config, "rollout.scheduling_strategy.type") == "colocation"
+    places["rollout"] = span(0 if over else gpus["update_actor"], gpus["rollout"])
     cluster = at(config, "cluster.n_nodes", 32) * per_node
     teacher = 0
     if at(config, "teacher") is not None and at(config, "teacher.scheduling_strategy.type") != "colocation":
@@ -65,7 +66,7 @@ def areal_says(case: Case) -> Answer:
         places,
         config.train_dataset.batch_size,
         at(config, "rollout.max_head_offpolicyness", 0),
-        max(cluster, sum(gpus.values()) + teacher) - teacher,
+        max(cluster, len(frozenset.union(*places.values())) + teacher) - teacher,
     )
 
 

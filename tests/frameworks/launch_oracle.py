@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from trimtab.core.errors import InputError
 from trimtab.formats.launch.launch import is_unknown
@@ -36,8 +39,19 @@ _NOT_RL = re.compile(r"generat|eval|sft|dpo|rollout_pipeline|merge|diagnos")
 SUFFIXES = (".sh", ".slurm", ".sub")
 
 
-def started(name: str, script: Path, folder: Path, environment: dict[str, str]) -> list[list[str]] | None:
-    """The arguments of every trainer that a script starts; None if it does not run here."""
+@dataclass(frozen=True)
+class Ran:
+    """A trainer that bash would have started."""
+
+    program: str
+    arguments: list[str]
+    folder: Path
+
+
+def started(
+    name: str, script: Path, folder: Path, environment: dict[str, str], arguments: Sequence[str] = ()
+) -> list[Ran] | None:
+    """Every trainer that a script starts; None if it does not run here."""
     batch = "\n".join(re.findall(r"^#SBATCH (.*)", (folder / script).read_text(errors="replace"), re.MULTILINE))
     for names, option in (
         (("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), r"(?:-N |--nodes[= ])(\d+)"),
@@ -46,16 +60,43 @@ def started(name: str, script: Path, folder: Path, environment: dict[str, str]) 
         if found := re.search(option, batch):
             environment = {**environment, **dict.fromkeys(names, found[1])}
     try:
-        records = run_recorded(["bash", str(script)], folder, environment, limit_s=30)
+        records = run_recorded(["bash", str(script), *arguments], folder, environment, limit_s=30)
     except InputError:
         return None
-    return [found for record in records for found in _trainers(TRAINERS[name], record.words)]
+    return [
+        Ran(program, words, record.folder)
+        for record in records
+        for program, *words in _trainers(TRAINERS[name], record.words)
+    ]
+
+
+def missing(ran: Ran, root: Path) -> str:
+    """The file that a trainer's own words ask for and the checkout does not have; "" where all are there, or unknown.
+
+    Hydra's rules, applied by hand: `--config-path` is absolute or beside the program; a config names others in
+    `defaults`.
+    """
+    given = dict(re.findall(r"--config[-_](path|name)[= ](\S+)", " ".join(ran.arguments)))
+    if "name" not in given or is_unknown("".join(given.values())):
+        return ""
+    program = ran.program if ran.program.endswith(".py") else ran.program.replace(".", "/")
+    place = (ran.folder / program).parent / given.get("path", "config")
+    file = place / f"{given['name'].removesuffix('.yaml')}.yaml"
+    if not file.is_file():
+        moved = [other for other in root.rglob(file.name) if other.parent.name == place.name]
+        return "" if moved else f"{file} is not there"
+    defaults = yaml.safe_load(file.read_text()).get("defaults") or ()
+    named = [entry if isinstance(entry, str) else "/".join(map(str, *entry.items())) for entry in defaults]
+    wanted = [Path(entry.split("@")[0]).name for entry in named if entry != "_self_"]
+    gone = [name for name in wanted if not any(root.rglob(f"{name}.yaml"))]
+    return f"{gone[0]}.yaml, which {file} names, is not there" if gone else ""
 
 
 def _trainers(wanted: re.Pattern[str], words: Sequence[str]) -> Iterator[list[str]]:
+    """The words of each trainer, from its name on."""
     for at, word in enumerate(words):
         if wanted.search(word) and not _NOT_RL.search(word):
-            yield list(words[at + 1 :])
+            yield list(words[at:])
             return
         if " " in word and not is_unknown(word) and any(wanted.search(part) for part in word.split()):
             try:

@@ -136,9 +136,10 @@ def table_of(
         if why:
             lines.append(f"  {column}: {case.name or case.path}: {' '.join(why.split())[:300]}")
     right = counts["read right"]
-    whole = {"found": counts["composes"], "not RL": counts["not planned"], "accepted": right, "read right": right}
+    whole = {"found": counts["files"], "broken": counts["files"] - counts["composes"], "not RL": counts["not planned"]}
+    whole |= {"accepted": right, "read right": right}
     whole |= {"refused": counts["wrongly refused"], "wrong": counts["wrong"], "planned": right}
-    row(name, "configs", Counter({**whole, "slower": counts["slower plans"]}), began)
+    row(name, "configs", Counter({**whole, "slower": counts["slower plans"]}), began, lines)
     head = f"{'':12} {'files':>6} " + " ".join(f"{column:>15}" for column in COLUMNS)
     cells = f"{name:12} {counts['files']:>6} " + " ".join(f"{counts[column]:>15}" for column in COLUMNS)
     print("", head, cells, *lines, *(f"  {count} not planned: {why}" for why, count in reasons.most_common()), sep="\n")

@@ -1,8 +1,9 @@
 """Every RL launch script of full checkouts is read as bash runs it and planned, no slower than its own placement.
 
 FRAMEWORKS_DIR names a folder with the checkouts. A script is one of RL if running it starts a trainer, or reading does.
-What a script asks for (variables of its user's, the model where its name is none of the table, GPUs per node where no
-key says them) is given, to bash and to the reader alike.
+What a script asks for (variables of its user's, the name of a config as its argument, the model where its name is none
+of the table, GPUs per node where no key says them) is given, to bash and to the reader alike. A script is broken where
+it is refused and a file that bash would give to its trainer is not in the checkout.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import launch_oracle as oracle
@@ -19,9 +21,10 @@ import pytest
 from conftest import row
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.formats.estimated_costs import load_estimated
+from trimtab.formats.estimated_costs import with_estimates
 from trimtab.formats.launch.read import CHOICE, LaunchChoice, composed, evaluated, trainers
 from trimtab.formats.launch.shell import Shell
+from trimtab.formats.load import OpenedFile
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import best_plan, explain
@@ -46,10 +49,27 @@ def asked(error: InputError) -> str:
     return next(iter(re.findall(r"\+\+cluster\.num_gpus_per_node=8", text)), "")
 
 
-def read(script: Path, given: list[str]) -> Shell:
-    """The evaluated script, with every variable given that it asks for; they are added to `given`."""
+@dataclass
+class Script:
+    """A script of a checkout, and what it has been given: variables, overrides and arguments."""
+
+    path: Path
+    given: list[str] = field(default_factory=list)
+    arguments: tuple[str, ...] = ()
+
+    def words(self, given: Sequence[str]) -> tuple[Path, list[str]]:
+        """As the command line of trimtab takes it: arguments only stand in a whole command."""
+        if not self.arguments:
+            return self.path, list(given)
+        variables = [word for word in given if not word.startswith("+")]
+        overrides = [word for word in given if word.startswith("+")]
+        return Path("env"), [*variables, "bash", str(self.path), *self.arguments, *overrides]
+
+
+def read(script: Script) -> Shell:
+    """The evaluated script, with all that it asks for given."""
     while True:
-        shell, _ = evaluated(script, given)
+        shell, _ = evaluated(*script.words(script.given))
         found = trainers(shell)
         words = " ".join(word for one in found for word in (*one.launch.arguments, *one.launch.program))
         fault = next((one.fault for one in found if one.fault is not None), None)
@@ -57,55 +77,65 @@ def read(script: Path, given: list[str]) -> Shell:
             fault = InputError(f"{shell.not_set[-1]} is not set")
         elif name := re.search(r"\w+, which is not set", words):
             fault = InputError(name[0])
+        if fault is not None and "--config-name has no value" in fault.what and not script.arguments:
+            kind = script.path.stem.removeprefix("run").strip("_")  # run_async.sh: a config that says so
+            configs = sorted(script.path.parent.glob("*.yaml"), key=lambda path: (kind not in path.stem, path))
+            script.arguments = (configs[0].stem,)
+            continue
         wanted = asked(fault) if fault is not None else ""
-        if not wanted or wanted in given or wanted.startswith("+"):
+        if not wanted or wanted in script.given or wanted.startswith("+"):
             return shell
-        given.append(wanted)
+        script.given.append(wanted)
 
 
-def judged(name: str, root: Path, script: Path) -> Iterator[tuple[str, str]]:
+def judged(name: str, root: Path, path: Path) -> Iterator[tuple[str, str]]:
     """The columns of a script, and what to say of each; none for one that starts no trainer."""
     environment = {key: os.environ[key] for key in ("HOME", "PATH", "USER") if key in os.environ}
-    given: list[str] = []
+    script = Script(path)
     found, fault = [], "no trainer was found"
     try:
-        found = trainers(read(script, given))
+        found = trainers(read(script))
     except InputError as error:
         fault = str(error)
-    ran = oracle.started(name, script, root, environment | dict(word.split("=", 1) for word in given))
+    environment |= dict(word.split("=", 1) for word in script.given)
+    ran = oracle.started(name, path, root, environment, script.arguments)
     if not found:
         if ran:
             yield "found", ""
             yield "refused", fault
         return
     yield "found", ""
-    for arguments in ran or ():
-        if not any(oracle.agrees(launch.launch.arguments, arguments) for launch in found):
-            close = max(found, key=lambda one: len(set(one.launch.arguments) & set(arguments))).launch.arguments
-            mine, theirs = sorted(set(close) - set(arguments))[:4], sorted(set(arguments) - set(close))[:4]
-            yield "wrong", f"read {mine}, is {theirs}"
+    for start in ran or ():
+        if not any(oracle.agrees(launch.launch.arguments, start.arguments) for launch in found):
+            theirs = set(start.arguments)
+            mine = max((set(one.launch.arguments) for one in found), key=lambda words: len(words & theirs))
+            yield "wrong", f"read {sorted(mine - theirs)[:4]}, is {sorted(theirs - mine)[:4]}"
             return
-    outcomes = [outcome(script, number, given) for number in range(1, len(found) + 1)]
+    outcomes = [outcome(script, number) for number in range(1, len(found) + 1)]
     refused = [why for column, why in outcomes if column == "refused"]
     if refused:
-        yield "refused", refused[0]
+        gone = next((why for start in ran or () if (why := oracle.missing(start, root))), "")
+        yield ("broken", gone) if gone else ("refused", refused[0])
         return
     if all(column == "not RL" for column, _ in outcomes):
         yield "not RL", ""
         return
+    given = [*script.given, *script.arguments]
     yield "with NAME=" if given else "accepted", " ".join(given)
     yield ("read right" if ran else "not compared"), "" if ran else "bash did not come to its trainer"
     yield from (found for found in outcomes if found[0] != "not RL")
 
 
-def outcome(script: Path, number: int, given: list[str]) -> tuple[str, str]:
+def outcome(script: Script, number: int) -> tuple[str, str]:
     """Read one launch of a script, and plan it from estimated costs beside its own placement."""
     CHOICE.set(LaunchChoice(number))
-    sizes, words = {"gpu": GPU}, list(given)
+    sizes, words = {"gpu": GPU}, list(script.given)
+    file: OpenedFile | None = None
     try:
         while True:
             try:
-                loaded = load_estimated(script, words, None, sizes, CONSTANTS).loaded
+                file = file or OpenedFile(*script.words(words))
+                loaded = with_estimates(file, None, sizes, CONSTANTS).loaded
                 break
             except InputError as error:
                 if (
@@ -118,6 +148,7 @@ def outcome(script: Path, number: int, given: list[str]) -> tuple[str, str]:
                     sizes["model"] = MODEL
                 elif (wanted := asked(error)) and wanted not in words:
                     words.append(wanted)
+                    file = None
                 else:
                     raise
         space, found = best_plan(loaded.job, loaded.rules)
@@ -135,10 +166,10 @@ def outcome(script: Path, number: int, given: list[str]) -> tuple[str, str]:
     return "planned", ""
 
 
-def plain(script: Path, number: int, words: list[str], error: InputError) -> tuple[str, str]:
+def plain(script: Script, number: int, words: list[str], error: InputError) -> tuple[str, str]:
     """What is not planned from estimates may still be read: its config composes."""
     try:
-        shell, overrides = evaluated(script, words)
+        shell, overrides = evaluated(*script.words(words))
         chosen = trainers(shell)[number - 1]
         if chosen.fault is not None:
             return "refused", str(chosen.fault)
@@ -150,31 +181,31 @@ def plain(script: Path, number: int, words: list[str], error: InputError) -> tup
 
 def table_of(name: str, root: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
+    lines = []
     began = time.monotonic()
     for script in sorted(path for path in root.rglob("*") if path.suffix in oracle.SUFFIXES and path.is_file()):
         CHOICE.set(None)
         for column, why in judged(name, root, script.relative_to(root)):
             counts[column] += 1
             if why:
-                print(f"  {column}: {script.relative_to(root)}: {' '.join(why.split())[:300]}", flush=True)
+                lines.append(f"  {column}: {script.relative_to(root)}: {' '.join(why.split())[:300]}")
     CHOICE.set(None)
-    row(name, "scripts", counts, began)
+    row(name, "scripts", counts, began, lines)
     return counts
 
 
 @pytest.mark.parametrize(
-    "name", ["verl", "verl-recipe", "nemo-rl", "openrlhf", "slime", "skyrl", "roll", "areal", "rlinf"]
+    "name", ["nemo-rl", "verl", "skyrl", "verl-recipe", "slime", "rlinf", "roll", "openrlhf", "areal"]
 )
 def test_launch_scripts_are_read_as_bash_runs_them_and_no_plan_is_slower(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not CHECKOUTS:
         pytest.skip("FRAMEWORKS_DIR is not set: it names a folder with checkouts of the frameworks")
     root = Path(CHECKOUTS, name).resolve()
     monkeypatch.chdir(root)
-    with capsys.disabled():
-        counts = table_of(name, root)
-    scripts = counts["found"] - counts["not RL"]
+    counts = table_of(name, root)
+    scripts = counts["found"] - counts["not RL"] - counts["broken"]
     assert counts["wrong"] == counts["slower"] == 0
     assert counts["accepted"] + counts["with NAME="] >= 0.95 * scripts
     assert counts["refused"] <= 0.05 * scripts

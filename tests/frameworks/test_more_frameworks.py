@@ -156,7 +156,7 @@ def table(
     whole = {"found": len(cases), "not RL": counts["not planned"], "accepted": right, "read right": right}
     whole |= {"refused": counts["refused"], "wrong": counts["wrong"] + counts["script wrong"], "planned": right}
     whole |= {"slower": counts["slower plans"], "own checks no": counts["own checks refuse"]}
-    row(kind.TITLE, "launches", Counter(whole), began)
+    row(kind.TITLE, "launches", Counter(whole), began, lines)
     head = f"{'':12} {'launches':>9} " + " ".join(f"{column:>17}" for column in COLUMNS)
     cells = f"{kind.TITLE:12} {len(cases):>9} " + " ".join(f"{counts[column]:>17}" for column in COLUMNS)
     with capsys.disabled():

@@ -318,7 +318,11 @@ def test_areal_roll_and_trl_take_their_other_modes(tmp_path: Path) -> None:
     flags = mode_words(lambda words: Trl.read(compose(path, words), costs))["server"]
     given = dict(word.lstrip("-").split("=") for word in flags)
     stated = yaml.safe_load(TRL) | {key: yaml.safe_load(value) for key, value in given.items()}
-    cases.append({"framework": "trl", "flags": stated, "processes": stated["num_processes"]})
+    cases.append({
+        "framework": "trl", "trainer": "grpo", "folder": str(tmp_path), "processes": stated["num_processes"],
+        "words": [f"--{name}={value}" for name, value in stated.items() if name != "num_processes" and "." not in name],
+        "server": [f"--{name.partition('.')[2]}={value}" for name, value in stated.items() if "." in name],
+    })  # fmt: skip
     answers = ask(".venv-areal", "own_config_checks.py", cases, str(checkout("roll")))
     assert {case["framework"] for case in cases} == {"areal", "roll", "trl"}
     assert all("error" not in answer for answer in answers), answers

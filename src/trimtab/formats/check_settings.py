@@ -17,7 +17,8 @@ from trimtab.core.errors import InputError, unknown
 from trimtab.formats import catalogue, yaml_text
 from trimtab.formats.frameworks import run_inputs
 from trimtab.formats.frameworks.hydra_config import ConfigReader
-from trimtab.formats.launch.read import composed_config, is_launch
+from trimtab.formats.launch.read import is_launch
+from trimtab.formats.load import OpenedFile
 from trimtab.model.gpus import BITS
 from trimtab.plan.check.findings import within
 from trimtab.plan.check.gpu_memory import GB, engine_weights
@@ -68,15 +69,15 @@ def read(path: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> RunS
         data = yaml_text.parse_config(yaml_text.read_text(path), str(path))
         if isinstance(data, Mapping) and is_settings(data):
             return build({**settings(yaml_text.overridden(data, overrides), str(path)), **given}, {}, data, str(path))
-    inputs, framework = run_inputs.read_with_framework(path, overrides)
-    values = flattened(inputs)
+    file = OpenedFile(path, overrides)
+    composed, framework = file.composed, file.framework
+    values = flattened(run_inputs.inputs_of(file))
     for name, own in RENAMED.items():
         if name in values:
             values[own] = values.pop(name)
-    if framework is None:
+    if framework is None or composed is None:
         return build({**values, **given}, {}, {}, str(path))
     name = FRAMEWORK_NAMES.get(framework.NAME, framework.NAME)
-    composed = composed_config(path, overrides)
     stated, keys = from_table(name, composed.reader)
     values = {**values, **stated, "framework": name, "version": str(given.get("version") or "")}
     keys.setdefault("model_name", "model")

@@ -15,8 +15,8 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.core.frozen import Frozen
 from trimtab.formats import run_settings
-from trimtab.formats.frameworks.run_inputs import read_with_framework
-from trimtab.formats.load import load
+from trimtab.formats.frameworks.run_inputs import inputs_of
+from trimtab.formats.load import OpenedFile
 from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.run_settings import Settings
 from trimtab.model.workflow import Cluster, Component, ComponentProfile, GpuCurve, Memory, Profile
@@ -42,19 +42,23 @@ def load_estimated(
     path: Path, overrides: Sequence[str], profile: Profile | None, given: Mapping[str, Any], c: Constants
 ) -> EstimatedJob:
     """A job file or framework config with estimates for what neither it nor the profile states."""
-    inputs, framework = read_with_framework(path, overrides)
-    settings = run_settings.build(run_settings.merged(inputs, given))
-    names = STAGES if framework is None else (*framework.REQUIRED, *getattr(framework, "COMPONENTS", STAGES))
+    return with_estimates(OpenedFile(path, overrides), profile, given, c)
+
+
+def with_estimates(file: OpenedFile, profile: Profile | None, given: Mapping[str, Any], c: Constants) -> EstimatedJob:
+    """The same of a file that is open already."""
+    settings, kind = run_settings.build(run_settings.merged(inputs_of(file), given)), file.framework
+    names = STAGES if kind is None else (*kind.REQUIRED, *getattr(kind, "COMPONENTS", STAGES))
     known = tuple(_scaled(part, settings, c) for part in profile.components) if profile else ()
-    guesses = _components(settings, names, {part.name for part in known}, c, together=framework is not None)
-    stated = _stated_costs(path, overrides) if framework is not None else {}
+    guesses = _components(settings, names, {part.name for part in known}, c, together=kind is not None)
+    stated = _stated_costs(file) if kind is not None else {}
     measured = [part.name for part in guesses if STAGES[part.name] in stated]
     guesses = [
         _scaled(replace(part, seconds=stated[STAGES[part.name]]), settings, c) if part.name in measured else part
         for part in guesses
     ]
     merged = Profile(profile.source if profile else "estimate", (*known, *guesses), profile.notes if profile else ())
-    loaded = load(path, overrides, merged)
+    loaded = file.load(merged)
     stages = {part.name: STAGES[part.name] for part in guesses}
     job, used = loaded.job, []
     components = []
@@ -93,10 +97,10 @@ def load_estimated(
     )
 
 
-def _stated_costs(path: Path, overrides: Sequence[str]) -> dict[tuple[str, ...], tuple[tuple[int, float], ...]]:
+def _stated_costs(file: OpenedFile) -> dict[tuple[str, ...], tuple[tuple[int, float], ...]]:
     """Costs in the file itself, by stages; empty where it states none."""
     try:
-        parts = load(path, overrides).job.workflow.components
+        parts = file.load().job.workflow.components
     except InputError:
         return {}
     return {STAGES[part.name]: part.variants[0].points("") for part in parts if part.variants and part.name in STAGES}

@@ -13,6 +13,7 @@ from trimtab.formats.loaded import LoadedJob
 from trimtab.model.workflow import Profile
 
 if TYPE_CHECKING:
+    from trimtab.formats.frameworks.common import FrameworkConfig
     from trimtab.formats.frameworks.hydra_config import ComposedConfig
 
 _SFT = "supervised fine-tuning"
@@ -28,56 +29,78 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
 
     The words of a command line may stand for path and overrides.
     """
-    path = Path(path)
-    if is_launch(path, overrides):
-        return _loaded(composed_launch(path, overrides), profile)
-    text = yaml_text.read_text(path)
-    data = yaml_text.parse_config(text, str(path))
-    if not isinstance(data, Mapping):
-        found = "nothing" if data is None else type(data).__name__
-        raise InputError(
-            f"a job file is a mapping of keys, this one holds {found}",
-            where=str(path),
-            hint="see `trimtab plan --help` for a whole example",
-        )
-    if job.matches(data) and "${" not in text:
-        return job.read(yaml_text.overridden(data, overrides), path, profile, "" if overrides else text)
-    # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
-    from trimtab.formats.frameworks.hydra_config import compose
-
-    try:
-        composed = compose(path, overrides)
-    except InputError:
-        if not overrides:
-            refuse_non_rl(data, str(path))
-        raise
-    return _loaded(composed, profile)
+    return OpenedFile(Path(path), overrides).load(profile)
 
 
-def _loaded(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
-    from trimtab.formats.frameworks.registry import framework_of, titles
+class OpenedFile:
+    """A job file, framework config, launch script or command line that is read once, whatever is asked of it.
 
-    path = composed.path
-    refuse_non_rl(composed.config, str(path))
-    framework = composed.launch.framework if composed.launch else framework_of(composed.reader)
-    if framework is not None:
-        refuse_purpose(framework.purpose(composed.reader), str(path))
+    `data` is a job file's, with the overrides; else there is a composed config, and the framework that it is of.
+    """
+
+    def __init__(self, path: Path, overrides: Sequence[str] = ()) -> None:
+        self.path = path
+        self.data: Mapping[str, Any] | None = None
+        self.composed: ComposedConfig | None = None
+        self.framework: type[FrameworkConfig] | None = None
+        self._text = ""
+        if is_launch(path, overrides):
+            self._take(composed_launch(path, overrides))
+            return
+        text = yaml_text.read_text(path)
+        # A job file has no interpolations, and parsing a framework's config here takes as long as composing it.
+        data = {} if "${" in text else yaml_text.parse_config(text, str(path))
+        if not isinstance(data, Mapping):
+            found = "nothing" if data is None else type(data).__name__
+            raise InputError(
+                f"a job file is a mapping of keys, this one holds {found}",
+                where=str(path),
+                hint="see `trimtab plan --help` for a whole example",
+            )
+        if "${" not in text and job.matches(data):
+            self.data, self._text = yaml_text.overridden(data, overrides), "" if overrides else text
+            return
+        # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
+        from trimtab.formats.frameworks.hydra_config import compose
+
         try:
-            loaded = framework.read(composed, profile)
+            self._take(compose(path, overrides))
+        except InputError:
+            if not overrides and isinstance(data := data or yaml_text.parse_config(text, str(path)), Mapping):
+                refuse_non_rl(data, str(path))
+            raise
+
+    def _take(self, composed: ComposedConfig) -> None:
+        from trimtab.formats.frameworks.registry import framework_of, titles
+
+        self.path = composed.path
+        refuse_non_rl(composed.reader.plain(("runner", "data")), str(self.path))
+        framework = composed.launch.framework if composed.launch else framework_of(composed.reader)
+        if framework is not None:
+            refuse_purpose(framework.purpose(composed.reader), str(self.path))
+            self.composed, self.framework = composed, framework
+        elif job.matches(composed.config):
+            self.data = composed.config
+        else:
+            raise InputError(
+                "unknown job file format",
+                where=str(self.path),
+                hint=f"known are trimtab's job file (cluster, workflow) and the configs of {titles()}",
+            )
+
+    def load(self, profile: Profile | None = None) -> LoadedJob:
+        """The job, with measured costs."""
+        if self.composed is None or self.framework is None:
+            return job.read(self.data or {}, self.path, profile, self._text)
+        try:
+            loaded = self.framework.read(self.composed, profile)
         except InputError as error:
-            error.where = error.where or str(path)
+            error.where = error.where or str(self.path)
             raise
         staleness = loaded.job.workflow.staleness
         if staleness > job.MAX_STALENESS:
-            raise InputError(f"staleness is {staleness}: at most {job.MAX_STALENESS} is planned", where=str(path))
+            raise InputError(f"staleness is {staleness}: at most {job.MAX_STALENESS} is planned", where=str(self.path))
         return loaded
-    if job.matches(composed.config):
-        return job.read(composed.config, path, profile)
-    raise InputError(
-        "unknown job file format",
-        where=str(path),
-        hint=f"known are trimtab's job file (cluster, workflow) and the configs of {titles()}",
-    )
 
 
 def non_rl_purpose(data: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,9 @@ import pytest
 
 from trimtab.cli.app import run
 from trimtab.core.errors import InputError
-from trimtab.formats.estimated_costs import counts, load_estimated
+from trimtab.formats.estimated_costs import counts, load_estimated, with_estimates
+from trimtab.formats.frameworks import hydra_config
+from trimtab.formats.load import OpenedFile
 from trimtab.model.workflow import ComponentProfile, Profile
 from trimtab.plan.estimate.constants import CONSTANTS
 from trimtab.plan.placement.planner import best_plan, explain, plan_placement
@@ -147,6 +149,23 @@ def test_a_wrong_word_names_its_option(tmp_path: Path) -> None:
     given = {"model": "qwen2.5-7b", "rollout": "tb=2", "train": ""}
     with pytest.raises(InputError, match="unknown key tb"):
         load_estimated(job_file(tmp_path), (), None, given, CONSTANTS)
+
+
+def test_a_config_is_composed_once_however_often_it_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = []
+    monkeypatch.setattr(
+        hydra_config, "compose", lambda *asked, own=hydra_config.compose: composed.append(1) or own(*asked)
+    )
+    file = OpenedFile(Path(__file__).parents[3] / "examples" / "frameworks" / "slime.yaml")
+    seconds = [
+        [
+            part.variants[0].points("")
+            for part in with_estimates(file, None, given, CONSTANTS).loaded.job.workflow.components
+        ]
+        for given in ({"gpu": "h100"}, {"gpu": "h200"}, {"gpu": "h100"})
+    ]
+    assert seconds[0] == seconds[2] != seconds[1]
+    assert len(composed) == 1
 
 
 def test_one_measured_cost_each_stays_as_it_is_and_scales_as_the_estimate_does() -> None:

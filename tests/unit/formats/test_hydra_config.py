@@ -70,6 +70,23 @@ def test_a_missing_variable_in_the_search_path_is_an_error(tmp_path: Path) -> No
         composed(tmp_path, text)
 
 
+@pytest.mark.parametrize("known", ["", "elsewhere", "checkout"])
+def test_a_folder_behind_a_variable_in_the_search_path_is_found_above_the_file(
+    tmp_path: Path, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples" / "config").mkdir(parents=True)
+    (tmp_path / "examples" / "config" / "base.yaml").write_text("a: 1\n")
+    if known:
+        other = tmp_path / "checkout" / "examples" / "config"
+        other.mkdir(parents=True)
+        (other / "base.yaml").write_text("a: 2\n")
+        monkeypatch.setenv("TRIMTAB_CHECKOUT", str(tmp_path / known))
+    (tmp_path / "tests").mkdir()
+    search = "hydra: {searchpath: ['file://${oc.env:TRIMTAB_CHECKOUT}/examples/config']}\n"
+    reader = composed(tmp_path / "tests", f"defaults: [base, _self_]\n{search}").reader
+    assert reader.get("a") == (2 if known == "checkout" else 1)
+
+
 def test_parents_named_by_path_are_merged_below_their_child() -> None:
     reader = compose(DATA / "nemo" / "child.yaml").reader
     assert reader.get("grpo.num_prompts_per_step") == 128

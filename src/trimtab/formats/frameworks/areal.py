@@ -202,10 +202,10 @@ class Areal(FrameworkConfig):
         self.apart = apart(reader, self.allocations)
         nodes, per_node = reader.count("cluster.n_nodes", 32), reader.count("cluster.n_gpus_per_node", 8)
         taken = sum(self.allocations[role].gpus for role in self._own_gpus())
-        if nodes == 1 and taken > per_node:
-            # The local scheduler takes the GPUs that are there, whatever the file says.
-            self.assumptions.append(f"cluster.n_gpus_per_node is {per_node}, and the roles have {taken} GPUs: {taken}")
-            per_node = taken
+        if taken > nodes * per_node and (nodes == 1 or not self.old):
+            # AReaL's schedulers take the GPUs that are there, whatever the file says.
+            self.assumptions.append(f"the roles have {taken} GPUs, the file's cluster {nodes * per_node}: {taken}")
+            nodes, per_node = (1, taken) if nodes == 1 else (-(-taken // per_node), per_node)
         cluster = common.even_cluster(nodes, per_node)
         if taken > cluster.gpus:
             raise reader.error(
@@ -306,7 +306,7 @@ class Areal(FrameworkConfig):
         return Variant(multiple_of=multiple, gpus=even)
 
     def options(self) -> list[list[list[str]]]:
-        """The rollout apart, or with the actor where an engine has one GPU; helper roles apart, or with the actor."""
+        """The rollout apart, or with the actor (engines of one GPU, or awex); helper roles apart, or with the actor."""
         helpers = [role for role in HELPERS if self.measured(*HELPERS[role])]
         found: list[list[list[str]]] = []
         for mask in range(2 ** len(helpers)):
@@ -314,8 +314,9 @@ class Areal(FrameworkConfig):
             own = [self.measured(*HELPERS[role]) for role in alone]
             others = [name for role in helpers if role not in alone for name in self.measured(*HELPERS[role])]
             training = [*self.measured("old_log_prob", "update_actor"), *others]
-            found.append([["rollout"], training, *own])
-            if self.allocations["rollout"].parallel == 1 and not self.old:
+            if not self.awex:
+                found.append([["rollout"], training, *own])
+            if self.awex or (self.allocations["rollout"].parallel == 1 and not self.old):
                 found.append([["rollout", *training], *own])
         return found
 
@@ -323,6 +324,12 @@ class Areal(FrameworkConfig):
     def old(self) -> bool:
         """Whether the config is one of the releases before engine strings."""
         return self.reader.has(_OLD) and not self.reader.has("actor.backend")
+
+    @property
+    def awex(self) -> bool:
+        """Whether weights go to engines on the actor's own GPUs, of whatever size: the only way of this mode."""
+        own = self.reader.text("actor._version", "v1")
+        return self.shared and own == "v1" and self.reader.get("actor.weight_update_mode") == "awex"
 
     def notes(self) -> list[str]:
         notes = [f"on-policy: each step waits for its own samples ({_STALENESS} is 0)"]
@@ -372,7 +379,7 @@ class Areal(FrameworkConfig):
         shared = plan.group_of("rollout") == plan.group_of("update_actor")
         if shared != self.shared:
             values |= _strategy("rollout", "actor" if shared else None)
-        if shared:
+        if shared and not self.awex:
             values |= {"enable_offload": True, "actor.weight_update_mode": "disk"}
         return PlanSettings(values, block_text(nested(values)))
 

@@ -204,8 +204,8 @@ class ConfigReader:
             return value
         raise self.error(key, f"a mapping of keys is expected, not {value!r:.60}")
 
-    def plain(self) -> dict[str, Any]:
-        """Everything as plain data; unresolvable interpolations stay as text."""
+    def plain(self, sections: Sequence[str] | None = None) -> dict[str, Any]:
+        """Everything as plain data, or only these sections resolved; unresolvable interpolations stay as text."""
         from omegaconf import OmegaConf
 
         def convert(node: Any) -> Any:
@@ -222,7 +222,8 @@ class ConfigReader:
                 return str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
 
         with _resolvers(), environment_of(self.launch):
-            return dict(convert(self._config))
+            own = {key: convert_item(self._config, key) for key in sections or () if key in self._config}
+            return dict(convert(self._config)) if sections is None else {**_raw(self._config), **own}
 
     def _select(self, key: str) -> Any:
         from omegaconf import OmegaConf
@@ -244,7 +245,7 @@ class ComposedConfig(Frozen):
     assumptions: tuple[str, ...] = ()
     script: LaunchedScript | None = None
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         return self.reader.plain()
 
@@ -359,7 +360,7 @@ def _check_aliases(text: str, path: Path) -> None:
             open_nodes.discard(key)
         return sizes[key]
 
-    if size(yaml.compose(text, Loader=yaml.SafeLoader)) > MAX_EXPANDED_NODES:
+    if size(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))) > MAX_EXPANDED_NODES:
         raise InputError("the YAML aliases of this file expand without bound", where=str(path))
 
 
@@ -449,7 +450,7 @@ def _apply_overrides(config: Any, parsed: list[Any], path: Path) -> None:
         except Exception as error:  # noqa: PERF203 - no common base class, and resolvers may raise anything
             key = str(override.key_or_group)
             near = nearest(key, _dotted_keys(config))
-            raise InputError(
+            raise OverrideError(
                 f"this override does not fit the file: {override.input_line}",
                 where=f"{path}: {key}",
                 hint=f"did you mean {near}?" if near and near != key else _first_line(error),
@@ -461,11 +462,12 @@ def _with_search_path(path: Path, own: Any, overrides: Sequence[str]) -> list[st
     """The overrides, plus the file's `hydra.searchpath` with existing folders.
 
     Hydra looks for `pkg://verl.trainer.config` in installed packages and for `file://verl/trainer/config` in the
-    working folder. Configs are also planned elsewhere, so a folder of that name is looked for above the file.
+    working folder. Configs are also planned elsewhere, so a folder of that name is looked for above the file; and so is
+    `a/b` of `${oc.env:NAME}/a/b` where the variable names no folder with it.
     """
     entries = (_raw(own).get("hydra") or {}).get("searchpath")
     given = any(override.lstrip("+~").startswith("hydra.searchpath=") for override in overrides)
-    if not isinstance(entries, list) or given or any("${" in str(entry) for entry in entries):
+    if not isinstance(entries, list) or given:
         return list(overrides)
     found = [_found_folder(str(entry), path) for entry in entries]
     if found == entries:
@@ -476,7 +478,10 @@ def _with_search_path(path: Path, own: Any, overrides: Sequence[str]) -> list[st
 def _found_folder(entry: str, path: Path) -> str:
     """A search path entry as an existing folder, or unchanged if there is none."""
     scheme, _, place = entry.rpartition("://")
-    if scheme not in ("pkg", "file", ""):
+    variable, _, rest = place.partition("}/")
+    if variable.startswith("${oc.env:") and len(Path(rest).parts) > 1:
+        place = place if Path(os.environ.get(variable[9:]) or "/", rest).is_dir() else rest
+    if scheme not in ("pkg", "file", "") or "${" in place:
         return entry
     wanted = Path(*place.split(".")) if scheme == "pkg" else Path(place)
     if wanted.is_absolute() or not wanted.parts:

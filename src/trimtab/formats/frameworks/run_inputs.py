@@ -11,17 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.errors import InputError
-from trimtab.formats import job, yaml_text
+from trimtab.formats import job
 from trimtab.formats.frameworks.common import FrameworkConfig
-from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, compose
+from trimtab.formats.frameworks.hydra_config import ConfigReader
 from trimtab.formats.frameworks.nemo_rl import NemoRl, gpus_of
 from trimtab.formats.frameworks.openrlhf import OpenRlhf
-from trimtab.formats.frameworks.registry import framework_of, titles
 from trimtab.formats.frameworks.rlinf import Rlinf
 from trimtab.formats.frameworks.verl import Verl, mode_of
-from trimtab.formats.launch.read import composed_launch, is_launch
-from trimtab.formats.load import refuse_non_rl, refuse_purpose
+from trimtab.formats.load import OpenedFile
 
 Inputs = dict[str, Any]
 LENDS = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
@@ -29,34 +26,16 @@ LENDS = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Inputs:
     """Inputs by the names of the command line's options, underscores for dashes; `rollout` and `train` are mappings."""
-    return read_with_framework(path, overrides)[0]
+    return inputs_of(OpenedFile(path, overrides))
 
 
-def read_with_framework(path: Path, overrides: Sequence[str] = ()) -> tuple[Inputs, type[FrameworkConfig] | None]:
-    """The inputs, and the framework of the config; none of a job file."""
-    if is_launch(path, overrides):
-        return _of_config(composed_launch(path, overrides))
-    text = yaml_text.read_text(path)
-    data = yaml_text.parse_config(text, str(path))
-    if isinstance(data, Mapping) and job.matches(data):
-        cluster = job.cluster_of(yaml_text.overridden(data, overrides), path)
+def inputs_of(file: OpenedFile) -> Inputs:
+    """The inputs that an opened file states."""
+    if file.composed is None or file.framework is None:
+        cluster = job.cluster_of(file.data or {}, file.path)
         kinds = [kind for kind in cluster.kinds if kind]
-        return {"gpus": cluster.gpus, **({"gpu": kinds[0]} if len(kinds) == 1 else {})}, None
-    return _of_config(compose(path, overrides))
-
-
-def _of_config(composed: ComposedConfig) -> tuple[Inputs, type[FrameworkConfig] | None]:
-    path = composed.path
-    refuse_non_rl(composed.config, str(path))
-    framework = composed.launch.framework if composed.launch else framework_of(composed.reader)
-    if framework is not None:
-        refuse_purpose(framework.purpose(composed.reader), str(path))
-        return _stated(READERS.get(framework, framework.inputs)(composed.reader)), framework
-    raise InputError(
-        f"estimates read job files and the configs of {titles()}",
-        where=str(path),
-        hint="give --model, --gpus, --samples and --max-tokens instead",
-    )
+        return {"gpus": cluster.gpus, **({"gpu": kinds[0]} if len(kinds) == 1 else {})}
+    return _stated(READERS.get(file.framework, file.framework.inputs)(file.composed.reader))
 
 
 def _stated(inputs: Inputs) -> Inputs:

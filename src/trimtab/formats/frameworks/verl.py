@@ -151,6 +151,7 @@ _TRAINERS = {
         "fully_async_ppo_trainer",
     ),
 }
+_SEARCHES = re.compile(r"^\s*searchpath\s*:", re.MULTILINE)
 _NO_TRAINER = re.compile(r"generation|eval|sft|merge|diagnos|print_cfg|preprocess")
 
 # ---- configs ---------------------------------------------------------------------------------------------------------
@@ -198,9 +199,10 @@ class Verl(FrameworkConfig):
             return None
         folder, name = known or ("", "")
         app = hydra_launch(launch, folder, name)
-        own = yaml_text.parse(yaml_text.read_text(app.config), str(app.config)) if app.config is not None else {}
-        if app.config is not None and ("searchpath" not in str(own) or launch.find("verl/trainer/config")):
+        text = yaml_text.read_text(app.config) if app.config is not None else "{}"
+        if app.config is not None and (not _SEARCHES.search(text) or launch.find("verl/trainer/config")):
             return ConfigSource(app.config, app.overrides)
+        own = yaml_text.parse(text, app.wanted)
         # verl is not here: its defaults from the table, below the recipe's own keys.
         above = own.pop("defaults", ()) if isinstance(own, dict) else ()
         names = [app.wanted.removesuffix(".yaml"), *(name for name in above if isinstance(name, str))]

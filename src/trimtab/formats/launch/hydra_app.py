@@ -43,6 +43,9 @@ def hydra_launch(launch: Launch, folder: str = "", name: str = "") -> HydraLaunc
                 f"the config depends on {why_unknown(options[option])}",
                 "give the variable: NAME=VALUE, or plan the config",
             )
+    if options.get("-cn") == "":
+        hint = "it is an argument of the script: -- bash SCRIPT NAME, in place of the script"
+        raise launch.error("--config-name has no value", hint)
     source = _program_file(launch)
     own_folder, own_name = _main(source) if source is not None else ("", "")
     wanted = f"{(options.get('-cn') or own_name or name).removesuffix('.yaml')}.yaml"

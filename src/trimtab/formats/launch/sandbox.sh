@@ -9,12 +9,12 @@ root=$private/root space=$private/space
 mount --make-rprivate /
 mount -t tmpfs -o size=64m,mode=755 none "$space"
 mkdir -p "$space/bin" "$space/records" "$space/tmp"
-while read -r tool; do
-    path=$(type -P "$tool") || continue
-    cp -L "$path" "$space/bin/$tool"
-done < "$private/tools"
+mapfile -t tools < "$private/tools"
+mapfile -t paths < <(type -P "${tools[@]}")
+cp -L "${paths[@]}" "$space/bin"
+recorder=$(< "$private/recorder")
 while read -r name; do
-    cp "$private/recorder" "$space/bin/$name"
+    printf '%s\n' "$recorder" > "$space/bin/$name"
 done < "$private/recorded"
 cp "$private/setup" "$private/recorder" "$space"
 chmod 755 "$space"/bin/* "$space/recorder"

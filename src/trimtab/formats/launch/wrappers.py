@@ -56,18 +56,14 @@ class _Wrapper(Frozen):
 
 _UV = (
     "--extra --no-extra --with --with-editable --with-requirements --group --no-group --only-group --python -p "
-    "--project "
-    "--directory --env-file --package --index --index-url --extra-index-url --default-index --index-strategy "
-    "--refresh-package "
-    "--upgrade-package -P --reinstall-package --config-setting --link-mode --cache-dir --config-file --color "
-    "--prerelease "
-    "--resolution --exclude-newer --no-binary-package --no-build-package --keyring-provider -f --find-links "
-    "--isolated-with "
+    "--project --directory --env-file --package --index --index-url --extra-index-url --default-index "
+    "--index-strategy --refresh-package --upgrade-package -P --reinstall-package --config-setting --link-mode "
+    "--cache-dir --config-file --color --prerelease --resolution --exclude-newer --no-binary-package "
+    "--no-build-package --keyring-provider -f --find-links --isolated-with "
 )
 _DOCKER = (
-    "-v --volume -e --env -w --workdir -u --user --name --gpus --shm-size --network --net --ipc --ulimit "
-    "--mount -p --publish "
-    "--entrypoint --env-file -h --hostname --cap-add --device --runtime --pid --memory -m --cpus --restart "
+    "-v --volume -e --env -w --workdir -u --user --name --gpus --shm-size --network --net --ipc --ulimit --mount -p "
+    "--publish --entrypoint --env-file -h --hostname --cap-add --device --runtime --pid --memory -m --cpus --restart "
     "--label -l --security-opt --add-host --privileged-with --platform --userns --detach-keys"
 )
 _WRAPPERS: Mapping[str, _Wrapper] = {
@@ -318,9 +314,8 @@ def _ssh(shell: Shell, fields: tuple[str, ...], inside: dict[str, str]) -> None:
 
 
 _SBATCH = (
-    "-N -n -c -w -p -t -A -J -o -e -G -d -x -C -q -a -D --nodes --ntasks --gpus --export --partition --account "
-    "--time --output "
-    "--error --job-name --dependency --gres --chdir --mem --array --qos --constraint --exclude --nodelist "
+    "-N -n -c -w -p -t -A -J -o -e -G -d -x -C -q -a -D --nodes --ntasks --gpus --export --partition --account --time "
+    "--output --error --job-name --dependency --gres --chdir --mem --array --qos --constraint --exclude --nodelist "
     "--gpus-per-node --ntasks-per-node --cpus-per-task --segment --comment --reservation"
 )
 

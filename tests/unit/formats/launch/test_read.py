@@ -102,6 +102,7 @@ def test_of_several_trainers_one_is_chosen(script: Path) -> None:
         ("bash missing/other.sh\n", "missing/other.sh"),
         ("python3 -m verl.trainer.main_ppo $(cat args.txt)\n", "arguments depend on"),
         ("python3 -m verl.trainer.main_ppo --config-name=nowhere a.b=1\n", "config nowhere.yaml"),
+        ("python3 main_grpo.py --config-name $1\n", "--config-name has no value.*bash SCRIPT NAME"),
         ("if\n", "cannot be parsed"),
     ],
 )
@@ -111,6 +112,14 @@ def test_what_cannot_be_read_is_refused_with_its_reason(text: str, what: str, sc
         composed_launch(script)
     assert re.search(what, " ".join(refused.value.lines()))
     assert len(refused.value.lines()) <= 3
+
+
+def test_keys_that_a_plain_config_here_does_not_have_are_added_and_the_answer_says_so(script: Path) -> None:
+    script.with_name("own.yaml").write_text("experiment_name: a\ntrial_name: b\nactor: {path: c}\n")
+    script.write_text("python3 train.py --config own.yaml actor.newer=128 actor.path=d\n")
+    config = composed_launch(script)
+    assert config.reader.get("actor") == {"path": "d", "newer": 128}
+    assert any("of another version" in note and "actor.newer" in note for note in config.assumptions)
 
 
 def test_the_entry_point_of_a_ray_job_is_a_launch(script: Path) -> None:
