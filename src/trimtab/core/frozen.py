@@ -21,9 +21,6 @@ class Frozen:
 
 
 class Message(Frozen):
-    """A value of which each request makes several: mypy refuses assignments, Python in its development mode alone.
-
-    What refuses them at run time costs a call for each field that is set, a tenth of the CPU of a rollout request.
-    """
+    """Made several times a request: mypy refuses assignments, Python in development mode alone, as that costs CPU."""
 
     _refuses: ClassVar[bool] = False

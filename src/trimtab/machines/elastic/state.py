@@ -151,10 +151,7 @@ class MemberCapacity(Frozen):
     draining: frozenset[str]
 
     def capacity(self, members: dict[str, ElasticMember]) -> int:
-        """How many members fit. A silent node counts while it holds members.
-
-        Members that run on a node fit there, also where it came back smaller and their loss is not known yet.
-        """
+        """How many members fit: on a silent node while it holds some, on one that came back smaller all that it holds."""
         holding = Counter(member.node for member in members.values() if member.state is not MemberState.gone)
         silent = sum(units for node, units in self.silent if node in holding)
         running = Counter(member.node for member in members.values() if member.state in UP)

@@ -125,10 +125,7 @@ def decode_work(engine: EngineReplica, batch: Any, context: Any, prefill: Any = 
 
 
 def prefill_seconds(engine: EngineReplica, c: Constants, sequences: float, prompt: float) -> float:
-    """Prompts of so many sequences with nothing beside them; only their last tokens need the head.
-
-    A step takes no less than launching its kernels: it is too long for the graphs of decoding.
-    """
+    """Prompts with nothing beside them: only last tokens need the head, and no graph saves launching the kernels."""
     model, gpu, tp = engine.model, engine.gpu, engine.tp
     tokens, head = sequences * prompt, model.head or model.embedding
     scores = 2 * model.heads * model.score_size * model.attention_layers * prompt / 2

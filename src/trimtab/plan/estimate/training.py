@@ -45,8 +45,7 @@ class PassTime(Frozen):
     links: float
     bubble: float
     flops: float
-    launches: float = 0.0
-    """That the GPU waits for kernels of small micro-batches."""
+    launches: float = 0.0  # that the GPU waits for kernels of small micro-batches
 
     @property
     def seconds(self) -> float:
@@ -54,10 +53,8 @@ class PassTime(Frozen):
 
     @property
     def limit(self) -> str:
-        busy = self.compute + self.launches
-        parts = {"compute": self.compute, "links": self.links, "pipeline bubble": self.bubble}
-        if self.launches:
-            parts["kernel launches"] = busy
+        busy = "kernel launches" if self.launches else "compute"
+        parts = {busy: self.compute + self.launches, "links": self.links, "pipeline bubble": self.bubble}
         return max(parts, key=parts.__getitem__)
 
 
