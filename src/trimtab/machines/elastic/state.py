@@ -151,7 +151,7 @@ class MemberCapacity(Frozen):
     draining: frozenset[str]
 
     def capacity(self, members: dict[str, ElasticMember]) -> int:
-        """How many members fit: on a silent node while it holds some, on one that came back smaller all that it holds."""
+        """How many members fit: on a silent node while it holds some; where a node came back smaller, all it holds."""
         holding = Counter(member.node for member in members.values() if member.state is not MemberState.gone)
         silent = sum(units for node, units in self.silent if node in holding)
         running = Counter(member.node for member in members.values() if member.state in UP)
