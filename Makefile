@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.ready
 # A test run starts some thousand Python processes: modules are compiled once and not in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types tests docs scripts bench coverage test-long test-pythons test-engines test-frameworks clean
+.PHONY: setup demo test lint types tests docs scripts bench coverage test-long test-long-ray test-long-pure test-pythons test-engines test-frameworks clean
 
 setup: $(STAMP)
 
@@ -45,9 +45,16 @@ coverage: setup
 	@tools/install-browser
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
+# What starts a Ray mostly waits, and shares it within a file; the rest is work for the processor.
 test-long: setup
 	@tools/install-browser
-	@$(BIN)/pytest -m long -n 3 --dist loadfile --no-loadscope-reorder --durations=40 tests
+	@$(MAKE) --no-print-directory -k -j 2 test-long-ray test-long-pure
+
+test-long-ray: setup
+	@$(BIN)/pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --durations=20 tests/ray tests/browser
+
+test-long-pure: setup
+	@nice $(BIN)/pytest -m long -n 2 --dist worksteal --durations=20 tests --ignore tests/ray --ignore tests/browser
 
 test-pythons: setup
 	@tools/test-pythons
