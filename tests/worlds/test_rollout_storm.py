@@ -57,7 +57,8 @@ class Storm:
         deeds = [self.kill, self.freeze, self.slow, self.drain, self.replace]
         while not over.is_set():
             await asyncio.sleep(self.chance.uniform(0.05, 0.3))
-            deed, left_alone = self.chance.choice(deeds), [one for one in self.engines if one.port not in self.hurt]
+            deed = self.chance.choice([one for one in deeds if not self.done[one.__name__]] or deeds)
+            left_alone = [one for one in self.engines if one.port not in self.hurt]
             server = self.chance.choice(left_alone)
             self.hurt.add(server.port)
             try:

@@ -13,9 +13,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
-
-from trimtab.core.frozen import Frozen
 
 try:
     from trimtab.core.errors import InputError as InputError
@@ -32,7 +31,8 @@ _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class BlockOutput(Frozen):
+@dataclass(frozen=True)
+class BlockOutput:
     """Output of a block and input of the next: the value, and side arguments that every block takes."""
 
     value: Any
@@ -41,7 +41,8 @@ class BlockOutput(Frozen):
     hand_over: str = "whole"  # what the next block takes of an output: "whole", its "first" part, or all parts "spread"
 
 
-class BlockChain(Frozen):
+@dataclass(frozen=True)
+class BlockChain:
     """A model as a sequence of blocks on a device."""
 
     blocks: tuple[Any, ...]

@@ -19,9 +19,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from trimtab.core.frozen import Frozen
 
 try:
     from trimtab.profile import block_chain
@@ -32,7 +31,8 @@ KIND = "trimtab layer profile"
 MB = 2**20
 
 
-class LayerProfile(Frozen):
+@dataclass(frozen=True)
+class LayerProfile:
     """A measurement; `as_data` is its exchange format."""
 
     model: str

@@ -34,8 +34,7 @@ class Constants(Frozen):
     expert_train_share: float = 0.515
     attention_share: float = 0.6536
     train_link_share: float = 0.7687
-    launch_ms: float = 1.174
-    """Of a layer and a forward pass (a backward pass has two), of a trainer that runs module by module."""
+    launch_ms: float = 1.174  # of a layer and forward pass (a backward pass has two), where modules run one by one
 
     # Weight syncs, by transport.
     broadcast_s: float = 1.064
