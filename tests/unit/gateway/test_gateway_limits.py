@@ -82,7 +82,7 @@ def test_the_second_head_of_a_connection_has_a_deadline_too_and_an_answer_has_no
         stub.goes.clear()
         writer.write(head.encode() + body)
         await until_async(lambda: front.running() == 1)
-        await asyncio.sleep(1.0)  # longer than a head may take
+        await asyncio.sleep(2.5)  # longer than a head may take
         stub.goes.set()
         first = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 50)
         assert first.startswith(b"HTTP/1.1 200 "), first
@@ -92,7 +92,7 @@ def test_the_second_head_of_a_connection_has_a_deadline_too_and_an_answer_has_no
         assert (await asyncio.wait_for(reader.read(), 50)).startswith(b"HTTP/1.1 408 ")
         writer.close()
 
-    play_stubs([stub], act, head_s=0.5, model_name="tiny")
+    play_stubs([stub], act, head_s=2.0, model_name="tiny")
 
 
 # ---- bodies --------------------------------------------------------------------------------------------------------
