@@ -92,7 +92,8 @@ class _Script:
                 self.values[default[1]] = self.values.get(default[1]) or self.filled(default[2].strip('"'))
             elif sourced := _SOURCED.match(line):
                 name = Path(self.filled(sourced[1].strip('"'))).name
-                file = next((f for f in self.path.parents[2].rglob(name) if f.is_file()), None)
+                root = next((folder for folder in self.path.parents if (folder / ".git").exists()), self.path.parent)
+                file = next((f for f in root.rglob(name) if f.is_file()), None)
                 if file is not None:
                     self.read(file.read_text(errors="replace"))
             elif (own := _ASSIGNED.match(line)) and not line[own.end() :].strip().startswith(("(", "python", "uv")):
