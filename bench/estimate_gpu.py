@@ -111,7 +111,7 @@ def measure_train(size: str, batches: list[int], length: int, device: str) -> di
 
 @contextmanager
 def turn(folder: Path) -> Iterator[None]:
-    """No other engine starts or is measured meanwhile; one that never starts ends with --part-s."""
+    """No other engine starts or is measured meanwhile."""
     (folder / "ready").touch()
     engines = [other for other in folder.parent.iterdir() if (other / "engine.log").exists()]
     while not all((other / "ready").exists() for other in engines):
@@ -128,8 +128,12 @@ def measure_engine(size: str, batches: list[int], length: int, folder: Path, dev
     # Stated, not profiled: other engines start on the same GPU.
     kept = round(2 * model.layers * model.kv_per_token_and_layer * max(batches) * 2 * length)
     more: dict[str, Any] = {"gpu_memory_utilization": 0.3} if device == "cuda" else {"enforce_eager": True}
-    llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
-              max_model_len=4 * length, kv_cache_memory_bytes=kept, **more)  # fmt: skip
+    try:
+        llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+                  max_model_len=4 * length, kv_cache_memory_bytes=kept, **more)  # fmt: skip
+    except BaseException:
+        (folder / "ready").touch()  # the others do not wait for it
+        raise
     found = {}
     with turn(folder):
         for batch in batches:
@@ -214,6 +218,8 @@ def main(given: list[str] | None = None) -> int:
     file = options.out / "estimate_gpu.json"
     file.write_text(json.dumps({"gpu": gpu.name, "rows": rows}, indent=1))
     print(f"{len(rows)} predictions for {gpu.name} written to {file}; measuring", flush=True)
+    for old in (*options.out.glob("model-*/engine.log"), *options.out.glob("model-*/ready")):
+        old.unlink()
     folders = {size: options.out / f"model-{size}" for size in sizes}
     for size, folder in folders.items():
         folder.mkdir(exist_ok=True)
